@@ -11,6 +11,8 @@
 //!
 //! **States**: the running statistics of batch normalisations in training mode. Steps move them ([`Graph::states`]).
 
+mod absorbed;
+mod ahead;
 mod arithmetic;
 mod attention;
 mod budget;
@@ -48,6 +50,7 @@ use millrace_bundle::onnx::{ModelProto, TensorProto};
 
 use initializers::Roles;
 
+pub(crate) use absorbed::absorbed;
 use determined::Determined;
 pub use error::GraphError;
 pub(crate) use initializers::origin as initializer_origin;

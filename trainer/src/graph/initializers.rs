@@ -17,6 +17,7 @@ use millrace_bundle::onnx::{
     ValueInfoProto, tensor_proto, type_proto,
 };
 
+use super::ahead;
 use super::builder::{Builder, NamedValue, NodeRef};
 use super::folded::{self, Stand};
 use super::ints::Ints;
@@ -100,6 +101,8 @@ pub(super) struct Roles<'a> {
     exported: Option<HashMap<&'a str, &'a ValueInfoProto>>,
     /// Whether a tensor of the model in PyTorch is a parameter, by name; empty if the model does not say.
     targets: HashMap<&'a str, bool>,
+    /// The nodes that read a tensor, with the place of the operand; only of tensors without a name of their own.
+    readers: HashMap<&'a str, Vec<(&'a NodeProto, usize)>>,
     /// Whether PyTorch's earlier exporter wrote the model.
     keeps_scalars: bool,
 }
@@ -126,6 +129,7 @@ impl<'a> Roles<'a> {
             weights: operands(weight_inputs),
             computed: graph.node.iter().flat_map(|node| &node.output).map(String::as_str).collect(),
             targets: targets(graph).collect(),
+            readers: ahead::readers(graph),
             keeps_scalars: !exported && model.producer_name() == "pytorch",
             exported: exported.then(|| described(graph).map(|info| (info.name(), info)).collect()),
         }
@@ -159,12 +163,25 @@ impl<'a> Roles<'a> {
 
     /// The parameters from which the exporter computed a trained tensor, so that training would move a stand-in.
     fn computed_from(&self, name: &str) -> Option<String> {
-        let metadata = &self.exported.as_ref()?.get(name)?.metadata_props;
-        let origins = entry(metadata, FOLDED_FROM).filter(|_| entry(metadata, KIND).is_none())?;
-        let (computed, rest): (Vec<&str>, Vec<&str>) = self::origins(origins)
-            .partition(|origin| !origin.contains('.') && COMPUTED.contains(&stem(origin)));
-        let is_rearranged = name.contains('.') || REARRANGED.contains(&stem(name));
-        if is_rearranged && computed.is_empty() {
+        let metadata =
+            self.exported.as_ref()?.get(name).map(|info| info.metadata_props.as_slice()).unwrap_or_default();
+        if entry(metadata, KIND).is_some() {
+            return None;
+        }
+        let readers = self.readers.get(name).map(Vec::as_slice).unwrap_or_default();
+        let Some(origins) = entry(metadata, FOLDED_FROM) else {
+            // Former exporters of PyTorch do not say what they folded. Most other names are those of parameters.
+            let is_other = ahead::is_computed(name) || ahead::is_unnamed(name);
+            let is_ahead = is_other && !name.contains('.') && !ahead::is_rearranged(name, 1, readers);
+            return is_ahead.then(|| "of the module".to_owned());
+        };
+        let origins: Vec<&str> = self::origins(origins).collect();
+        let (computed, rest): (Vec<&str>, Vec<&str>) =
+            origins.iter().copied().partition(|origin| match self.targets.is_empty() {
+                true => !origin.contains('.') && ahead::is_computed(origin),
+                false => !self.targets.contains_key(origin) && !ahead::keeps_elements(origin),
+            });
+        if computed.is_empty() && ahead::is_rearranged(name, origins.len(), readers) {
             return None;
         }
         let parameters = rest.into_iter().filter(|origin| self.is_parameter(origin));
@@ -201,7 +218,7 @@ fn targets(graph: &GraphProto) -> impl Iterator<Item = (&str, bool)> {
         let (kind, rest) = line.split_once(": ")?.1.split_once(" target='")?;
         let is_parameter = match kind {
             PARAMETER => true,
-            "BUFFER" => false,
+            "BUFFER" | "CONSTANT_TENSOR" => false,
             _ => return None,
         };
         Some((rest.split_once('\'')?.0, is_parameter))
@@ -276,102 +293,6 @@ const FUNCTIONS: &[&str] = &[
     "where",
     "zeros",
     "zeros_like",
-];
-
-/// Names of tensors whose elements are those of a parameter, each at most once, in another order or negated.
-const REARRANGED: &[&str] = &[
-    "alias",
-    "cat",
-    "clone",
-    "contiguous",
-    "detach",
-    "embedding",
-    "flatten",
-    "flip",
-    "getitem",
-    "neg",
-    "permute",
-    "reshape",
-    "roll",
-    "select",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "stack",
-    "t",
-    "to",
-    "_to_copy",
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "val",
-    "view",
-];
-
-/// Names of tensors that PyTorch computes from the elements of others.
-const COMPUTED: &[&str] = &[
-    "abs",
-    "add",
-    "addmm",
-    "amax",
-    "amin",
-    "bmm",
-    "broadcast_in_dim",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "cos",
-    "cosh",
-    "cumsum",
-    "div",
-    "dot",
-    "einsum",
-    "elu",
-    "erf",
-    "exp",
-    "expand",
-    "expm1",
-    "gelu",
-    "index",
-    "linalg_vector_norm",
-    "log",
-    "log1p",
-    "log_softmax",
-    "logsumexp",
-    "masked_fill",
-    "matmul",
-    "maximum",
-    "mean",
-    "minimum",
-    "mm",
-    "mul",
-    "mv",
-    "norm",
-    "outer",
-    "pow",
-    "prod",
-    "reciprocal",
-    "relu",
-    "repeat",
-    "rsqrt",
-    "sigmoid",
-    "silu",
-    "sin",
-    "sinh",
-    "softmax",
-    "softplus",
-    "sqrt",
-    "square",
-    "std",
-    "sub",
-    "sum",
-    "tanh",
-    "tril",
-    "triu",
-    "var",
-    "where",
 ];
 
 /// The name of a tensor without its number.

@@ -86,6 +86,12 @@ impl Groups {
         &self.stretches
     }
 
+    /// Whether the elements of a parameter train.
+    pub(crate) fn trains(&self, range: &Range<usize>) -> bool {
+        let holds = |stretch: &Stretch| stretch.range.start <= range.start && range.end <= stretch.range.end;
+        self.stretches.iter().any(holds)
+    }
+
     /// Sets the elements of `grad` that do not train to 0.
     pub(crate) fn clear_frozen(&self, grad: &mut [f32]) {
         let mut next = 0;
@@ -167,6 +173,7 @@ mod tests {
             [(0..2, true), (2..4, false), (6..8, true), (8..10, false)]
         );
         let groups = Groups::new(&layout(), &["body.0.bias".into(), "head*".into()], &[]).unwrap();
+        assert_eq!([0..2, 2..4, 4..6, 6..8].map(|range| groups.trains(&range)), [true, false, true, false]);
         let mut grad = [1.0; 10];
         groups.clear_frozen(&mut grad);
         assert_eq!(grad, [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);

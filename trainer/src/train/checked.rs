@@ -1,6 +1,7 @@
 //! A job that was checked with its data and its model.
 use std::sync::Arc;
 
+use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::View;
 use millrace_streams::dataset::{OpenDataset, SourceSpec};
 use millrace_streams::feed::Plan;
@@ -143,6 +144,7 @@ impl Checked {
                  the exporter folded them into others"
             );
         }
+        warn_of_absorbed(&job, &engine, &model, &groups);
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)?))
@@ -319,6 +321,29 @@ impl Checked {
             runtime,
         })
     }
+}
+
+/// Most layers that a warning names.
+const NAMED_MAX: usize = 8;
+
+/// Warns of batch normalisations that are parts of weights which the job trains.
+fn warn_of_absorbed(job: &JobFile, engine: &Engine, model: &ModelProto, groups: &Groups) {
+    let params = &engine.layout().params;
+    let trained = params.iter().filter(|param| groups.trains(&param.range)).map(|param| param.name.as_str());
+    let absorbed = graph::absorbed(model, &trained.collect());
+    if absorbed.is_empty() {
+        return;
+    }
+    let layers = absorbed.iter().take(NAMED_MAX).map(String::as_str).collect::<Vec<_>>().join(", ");
+    let more = absorbed.len().saturating_sub(NAMED_MAX);
+    tracing::warn!(
+        job = %job.name,
+        layers,
+        more,
+        "the exporter folded batch normalisations into the weights before them: training moves these weights in one \
+         piece and follows no statistics, which is another training than PyTorch's (export in training mode, see \
+         docs/reference/training-mode.md, or freeze these layers)"
+    );
 }
 
 /// Checks the validation data and plans its order.
