@@ -21,6 +21,7 @@ mod forward;
 mod kernels;
 mod loss;
 mod objective;
+mod order;
 mod outputs;
 mod run;
 mod states;

@@ -28,10 +28,12 @@ mod linear;
 mod merged;
 mod movement;
 mod normalization;
+mod positions;
 mod read;
 mod recurrent;
 mod reduction;
 mod resize;
+mod sampling;
 mod shape;
 mod sizes;
 mod spatial;
@@ -278,6 +280,20 @@ pub enum Op {
         /// The row that gets no gradient, as `padding_idx` of an embedding.
         fixed: Option<u32>,
     },
+    /// The positions of the largest or smallest elements along an axis, in order; as many as the output has. Equal
+    /// elements are in the order of their positions. No gradient passes.
+    Rank {
+        /// The axis.
+        axis: usize,
+        /// Whether the largest elements are wanted.
+        largest: bool,
+        /// Whether the last one of equal elements comes first.
+        last: bool,
+    },
+    /// The elements of the first input at the positions along an axis that the second one holds.
+    Pick(usize),
+    /// The first input plus the elements of the third at the positions along an axis that the second one holds.
+    Put(usize),
     /// Inputs one after another along an axis.
     Concat(usize),
     /// Sum over axes.

@@ -5,7 +5,8 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Slice, TensorMetadata, get_device_settings};
 
 use super::forward::{
-    GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, region, rows_of,
+    GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, positions_of, region,
+    rows_of,
 };
 use super::kernels::Kernels;
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reduce_to, reshape, zeros_like};
@@ -108,6 +109,20 @@ pub(super) fn backward<B: Kernels>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             }),
             None,
         ],
+        Op::Pick(axis) => vec![
+            step.needs_gradient[0].then(|| {
+                let zeros = zeros_like::<B>(&grad, &shape(0));
+                B::float_scatter_add(*axis, zeros, positions_of::<B>(step.inputs[1].clone()), grad)
+            }),
+            None,
+        ],
+        Op::Put(axis) => {
+            let of_elements = step.needs_gradient[2]
+                .then(|| B::float_gather(*axis, grad.clone(), positions_of::<B>(step.inputs[1].clone())));
+            vec![Some(grad), None, of_elements]
+        }
+        // No gradient reaches it.
+        Op::Rank { .. } => vec![None],
         Op::Max(axes) => vec![Some(maxima::<B>(step, axes, grad))],
         Op::Reshape => vec![Some(reshape::<B>(grad, &shape(0)))],
         Op::Permute(order) => {

@@ -5,7 +5,7 @@ use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{Backend, Shape, Slice, TensorMetadata, get_device_settings};
 
 use super::kernels::{Kernels, Windows};
-use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reshape};
+use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reshape, zeros_like};
 use super::training::{self, Kept};
 use crate::graph::{Binary, Compare, Conv3Spec, ConvSpec, Op, PoolSpec, Unary};
 
@@ -98,6 +98,10 @@ pub(super) fn forward<B: Kernels>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
             let flat = flat_table::<B>(table);
             reshape::<B>(B::float_select(flat, 0, rows), shape)
         }
+        Op::Pick(axis) => B::float_gather(*axis, input(0), positions_of::<B>(input(1))),
+        Op::Put(axis) => B::float_scatter_add(*axis, input(0), positions_of::<B>(input(1)), input(2)),
+        // The interpreter finds the positions, since a device may fail to hand over the elements.
+        Op::Rank { .. } => zeros_like::<B>(&inputs[0], shape),
         Op::Reshape => reshape::<B>(input(0), shape),
         Op::Permute(order) => B::float_permute(input(0), order),
         Op::Concat(axis) => B::float_cat(inputs.to_vec(), *axis),
@@ -132,6 +136,12 @@ pub(super) fn rows_of<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
     let kind = get_device_settings::<B>(&B::float_device(&numbers)).int_dtype;
     let count = dims::<B>(&numbers).iter().product();
     B::float_into_int(reshape::<B>(numbers, &[count]), kind)
+}
+
+/// Whole numbers as positions, in their shape.
+pub(super) fn positions_of<B: Backend>(numbers: FloatTensor<B>) -> IntTensor<B> {
+    let kind = get_device_settings::<B>(&B::float_device(&numbers)).int_dtype;
+    B::float_into_int(numbers, kind)
 }
 
 /// A table with one axis for its rows and one for their elements.

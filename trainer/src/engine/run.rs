@@ -9,6 +9,7 @@ use burn_backend::{Backend, Element, ElementConversion};
 use super::backward::{Step, add_slice, backward};
 use super::forward::forward;
 use super::kernels::Kernels;
+use super::order::Order;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
@@ -213,6 +214,11 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                     let mask = mask::<E>(key, *index, &self.graph.dropouts()[*index], count);
                     let mask = upload::<B, E>(mask, &shape, &self.device);
                     (B::float_mul(read[0].clone(), mask.clone()), Some(Kept::Mask(mask)))
+                }
+                (_, Op::Rank { axis, largest, last }) => {
+                    let order = Order { axis: *axis, largest: *largest, last: *last };
+                    let found = order.positions::<B, E>(read[0].clone(), &shape, &self.device);
+                    (found.map_err(|reason| self.failed(reason))?, None)
                 }
                 (Some(_), op) => match self.half_of(node) {
                     Some(half) => {

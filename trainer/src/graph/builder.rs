@@ -126,7 +126,8 @@ impl Builder {
         site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
         // The derivative of a step function is 0 wherever it exists.
-        let steps = matches!(op, Op::Compare(_)) || matches!(op, Op::Unary(kind) if kind.is_step());
+        let steps =
+            matches!(op, Op::Compare(_) | Op::Rank { .. }) || matches!(op, Op::Unary(kind) if kind.is_step());
         let trained = !steps && inputs.iter().any(|input| self.values[*input].trained);
         let output = self.value(dims, Source::Node, trained, site)?;
         if op.moves()

@@ -24,9 +24,9 @@ impl Determined {
             // Until a node reads it.
             dropped_after[*output] = Some(at);
             let fixed = b.values[*output].dims.iter().all(|dim| matches!(dim, Dim::Fixed(_)));
-            // A dropout draws anew at each step.
-            let draws = matches!(op, Op::Dropout(_));
-            values[*output] = fixed && !draws && inputs.iter().all(|input| values[*input]);
+            // A dropout draws anew at each step. A search may fail on a device, which loading does not expect.
+            let is_late = matches!(op, Op::Dropout(_) | Op::Rank { .. });
+            values[*output] = fixed && !is_late && inputs.iter().all(|input| values[*input]);
             for input in inputs {
                 dropped_after[*input] = Some(at);
                 stays[*input] |= !values[*output];

@@ -7,29 +7,56 @@ use super::{Binary, Dim, GraphError, Op, ValueId, shape};
 
 /// Most operands.
 const OPERANDS_MAX: usize = 16;
+/// Stands for the axes of an ellipsis, counted from the last one. No letter of an equation is among these.
+const ELLIPSIS: [char; shape::RANK_MAX] = ['⁰', '¹', '²', '³', '⁴', '⁵', '⁶', '⁷'];
 
-/// The letters of the operands and of the result.
-fn terms(call: &mut Call<'_>) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError> {
+/// The letters of a term whose operand has `rank` axes; `axes` of an ellipsis if that is not known.
+fn letters(term: &str, rank: Option<usize>, axes: usize) -> Option<Vec<char>> {
+    if !term.chars().all(|letter| letter.is_ascii_alphabetic() || letter == '.') {
+        return None;
+    }
+    let Some((left, right)) = term.split_once("...") else {
+        return (!term.contains('.')).then(|| term.chars().collect());
+    };
+    let own = left.chars().count() + right.chars().count();
+    let axes = rank.map_or(Some(axes), |rank| rank.checked_sub(own))?;
+    let ellipsis = ELLIPSIS.get(..axes)?.iter().rev();
+    let all: Vec<char> = left.chars().chain(ellipsis.copied()).chain(right.chars()).collect();
+    (!all.contains(&'.')).then_some(all)
+}
+
+/// The letters of the operands, which have `ranks`, and of the result.
+fn terms(call: &mut Call<'_>, ranks: &[usize]) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError> {
     let equation = call.string("equation")?.unwrap_or_default().replace(' ', "");
     let bad = |reason: &str| call.site.form(format!("equation {equation:?}: {reason}"));
-    if equation.contains('.') {
-        return Err(bad("an ellipsis is not supported, write a letter for each axis"));
-    }
     let (left, right) = match equation.split_once("->") {
         Some((left, right)) => (left, Some(right)),
         None => (equation.as_str(), None),
     };
-    let inputs: Vec<Vec<char>> = left.split(',').map(|term| term.chars().collect()).collect();
+    if left.split(',').count() != ranks.len() {
+        return Err(bad(&format!("{} operands for {} inputs", left.split(',').count(), ranks.len())));
+    }
+    let inputs = left.split(',').zip(ranks).map(|(term, rank)| letters(term, Some(*rank), 0));
+    let inputs: Option<Vec<Vec<char>>> = inputs.collect();
+    let unfit = "a term is neither letters nor letters around one ellipsis, or its operand has fewer axes";
+    let inputs = inputs.ok_or_else(|| bad(unfit))?;
+    let is_dots = |letter: &char| ELLIPSIS.contains(letter);
+    let dots = inputs.iter().map(|term| term.iter().filter(|letter| is_dots(letter)).count()).max();
+    let dots = dots.unwrap_or(0);
     let output: Vec<char> = match right {
-        Some(right) => right.chars().collect(),
+        Some(right) => letters(right, None, dots).ok_or_else(|| bad(unfit))?,
         None => {
             let mut once: Vec<char> = inputs.concat();
+            once.retain(|letter| !is_dots(letter));
             once.sort_unstable();
             let all = once.clone();
             once.retain(|letter| all.iter().filter(|other| *other == letter).count() == 1);
-            once
+            ELLIPSIS[..dots].iter().rev().copied().chain(once).collect()
         }
     };
+    if dots > 0 && !output.iter().any(is_dots) {
+        return Err(bad("the result lacks the ellipsis of the operands"));
+    }
     let repeats = |term: &[char]| (1..term.len()).any(|at| term[..at].contains(&term[at]));
     if inputs.iter().chain([&output]).any(|term| repeats(term)) {
         return Err(bad("a letter that one operand has twice is not supported"));
@@ -42,15 +69,16 @@ fn terms(call: &mut Call<'_>) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError>
 
 pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let count = call.input_count();
-    let (inputs, output) = terms(&mut call)?;
-    call.finish(OPERANDS_MAX)?;
-    if inputs.len() != count {
-        return Err(call.site.form(format!("{count} inputs for {} operands", inputs.len())));
+    if count > OPERANDS_MAX {
+        return Err(call.site.form(format!("{count} inputs, at most {OPERANDS_MAX} are supported")));
     }
+    let values = (0..count).map(|index| call.value(b, index)).collect::<Result<Vec<_>, _>>()?;
+    let ranks: Vec<usize> = values.iter().map(|value| b.dims(*value).len()).collect();
+    let (inputs, output) = terms(&mut call, &ranks)?;
+    call.finish(OPERANDS_MAX)?;
     let site = call.site.clone();
     let mut operands = Vec::with_capacity(count);
-    for (index, term) in inputs.into_iter().enumerate() {
-        let value = call.value(b, index)?;
+    for (value, term) in values.into_iter().zip(inputs) {
         if b.dims(value).len() != term.len() {
             return Err(site.shape(format!(
                 "{} for the letters {:?}",
@@ -60,6 +88,7 @@ pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
         }
         operands.push((value, term));
     }
+    broadcast(b, &site, &mut operands)?;
     // Letters that only one operand has and the result lacks are summed first.
     for index in 0..count {
         let lone = |letter: &char| {
@@ -89,6 +118,30 @@ pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     }
     let (value, term) = joined;
     order(b, &site, value, &term, &output)
+}
+
+/// Removes axes of 1 of an ellipsis where another operand has a larger one: they are repeated.
+fn broadcast(b: &mut Builder, site: &NodeRef, operands: &mut [Operand]) -> Result<(), GraphError> {
+    let one = Dim::Fixed(1);
+    for letter in ELLIPSIS {
+        let dims = |b: &Builder, (value, term): &Operand| {
+            term.iter().position(|other| *other == letter).map(|axis| (axis, b.dims(*value)[axis]))
+        };
+        if !operands.iter().filter_map(|operand| dims(b, operand)).any(|(_, dim)| dim != one) {
+            continue;
+        }
+        for operand in operands.iter_mut() {
+            if let Some((axis, dim)) = dims(b, operand)
+                && dim == one
+            {
+                let mut kept = b.dims(operand.0).to_vec();
+                kept.remove(axis);
+                operand.0 = b.reshape(operand.0, kept, site)?;
+                operand.1.remove(axis);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Brings the axes of a value into the order of `wanted`, which has the same letters.

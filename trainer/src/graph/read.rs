@@ -15,8 +15,8 @@ use super::spatial::Pool;
 use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, arithmetic, attention,
-    einsum, gather, linear, merged, movement, normalization, recurrent, reduction, resize, shape, sizes,
-    spatial, tensor, training, types,
+    einsum, gather, linear, merged, movement, normalization, positions, recurrent, reduction, resize,
+    sampling, shape, sizes, spatial, tensor, training, types,
     wiring::{Declared, inputs, order, output, producers},
 };
 
@@ -31,6 +31,8 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Acosh",
     "Add",
     "And",
+    "ArgMax",
+    "ArgMin",
     "Asin",
     "Asinh",
     "Atan",
@@ -64,6 +66,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Floor",
     "GRU",
     "Gather",
+    "GatherElements",
     "GatherND",
     "Gelu",
     "Gemm",
@@ -71,6 +74,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "GlobalMaxPool",
     "Greater",
     "GreaterOrEqual",
+    "GridSample",
     "GroupNormalization",
     "HardSigmoid",
     "HardSwish",
@@ -96,6 +100,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Mul",
     "Neg",
     "Not",
+    "OneHot",
     "Or",
     "PRelu",
     "Pad",
@@ -118,6 +123,8 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Reshape",
     "Resize",
     "Round",
+    "ScatterElements",
+    "ScatterND",
     "Selu",
     "Shape",
     "Shrink",
@@ -141,6 +148,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Tanh",
     "ThresholdedRelu",
     "Tile",
+    "TopK",
     "Transpose",
     "Trilu",
     "Unsqueeze",
@@ -226,7 +234,8 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
     }
     for node in &order {
         let (element, found) = lower(&mut b, node)?;
-        for (name, named) in node.output.iter().zip(found) {
+        for (at, (name, named)) in node.output.iter().zip(found).enumerate() {
+            let element = types::of_output(node.op_type(), at, element);
             if let NamedValue::Ints(ints) = &named {
                 let site = NodeRef::of(node);
                 ints.fit(element, &site)?;
@@ -405,6 +414,7 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>
     match node.op_type() {
         "LSTM" | "GRU" | "RNN" => return recurrent::recurrent(b, call).map(floats),
         "Split" => return movement::split(b, call).map(floats),
+        "TopK" => return positions::top(b, call).map(floats),
         _ => {}
     }
     if call.input_count() > 0
@@ -490,6 +500,13 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "Concat" => linear::concat(b, call),
         "Gather" => gather::gather(b, call),
         "GatherND" => gather::gather_nd(b, call),
+        "GatherElements" => positions::gather_elements(b, call),
+        "ScatterElements" => positions::scatter_elements(b, call),
+        "ScatterND" => positions::scatter_nd(b, call),
+        "ArgMax" => positions::extreme(b, call, true),
+        "ArgMin" => positions::extreme(b, call, false),
+        "OneHot" => positions::one_hot(b, call),
+        "GridSample" => sampling::grid_sample(b, call),
         "Slice" => movement::slice(b, call),
         "Pad" => movement::pad(b, call),
         "Tile" => movement::tile(b, call),

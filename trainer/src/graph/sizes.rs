@@ -50,6 +50,8 @@ pub(super) fn fold(b: &Builder, mut call: Call<'_>, op: &str) -> Option<Folded> 
         }),
         "Range" => range(b, &call),
         "Gather" => gather(b, call),
+        "GatherElements" => gather_elements(b, call),
+        "ScatterElements" => scatter_elements(b, call),
         "Slice" => slice(b, call),
         "Concat" => concat(b, call),
         "Squeeze" => squeeze(b, call),
@@ -309,6 +311,62 @@ fn gather(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
         let after: usize = (axis + 1..strides.len()).map(|a| index[a - 1 + inner] * strides[a]).sum();
         before + places[place] * strides[axis] + after
     })
+}
+
+/// Picks integers by constant positions, one for each element.
+fn gather_elements(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
+    let data = call.needed_numbers(b, 0)?.clone();
+    let given = call.int("axis", 0)?;
+    call.finish(2)?;
+    let (dims, places) = places_of(b, &call, &data, given)?;
+    let elements = places.into_iter().map(|place| data.elements[place]).collect();
+    Ok(Ints::new(dims, elements))
+}
+
+/// Replaces integers at constant positions; the last one stays.
+fn scatter_elements(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
+    let mut data = call.needed_numbers(b, 0)?.clone();
+    let updates = call.needed_numbers(b, 2)?.clone();
+    let given = call.int("axis", 0)?;
+    if let Some(reduction) = call.string("reduction")?.filter(|reduction| reduction != "none") {
+        return Err(call.site.form(format!("reduction = {reduction:?} of integers is not supported")));
+    }
+    call.finish(3)?;
+    let (dims, places) = places_of(b, &call, &data, given)?;
+    if updates.dims != dims {
+        return Err(call.site.shape(format!("{:?} integers for positions {dims:?}", updates.dims)));
+    }
+    for (place, element) in places.into_iter().zip(updates.elements) {
+        data.elements[place] = element;
+    }
+    Ok(data)
+}
+
+/// The dimensions of the positions at input 1, and the place in `data` of each one along an axis.
+fn places_of(
+    b: &Builder,
+    call: &Call<'_>,
+    data: &Ints,
+    given: i64,
+) -> Result<(Vec<usize>, Vec<usize>), GraphError> {
+    let site = &call.site;
+    let positions = call.needed_numbers(b, 1)?;
+    let known = positions.known().ok_or_else(|| site.form("its positions are not constant"))?;
+    let axis = shape::axis(given, data.dims.len(), site)?;
+    let fits = positions.dims.len() == data.dims.len()
+        && (0..data.dims.len()).all(|at| at == axis || positions.dims[at] <= data.dims[at]);
+    if !fits {
+        return Err(site.shape(format!("positions {:?} in {:?}", positions.dims, data.dims)));
+    }
+    let strides = data.strides();
+    let mut index = vec![0; positions.dims.len()];
+    let mut places = Vec::with_capacity(known.len());
+    for position in known {
+        let own = shape::axis(position, data.dims[axis], site)?;
+        places.push((0..index.len()).map(|at| strides[at] * if at == axis { own } else { index[at] }).sum());
+        super::ints::step(&mut index, &positions.dims);
+    }
+    Ok((positions.dims.clone(), places))
 }
 
 fn slice(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {

@@ -2,6 +2,7 @@
 
 mod elements;
 mod exported;
+mod positions;
 
 use millrace_bundle::onnx::{
     ModelProto, StringStringEntryProto, TensorProto, tensor_proto, tensor_shape_proto, type_proto,
@@ -46,7 +47,7 @@ fn a_plain_model_is_read() {
 
 #[test]
 fn unsupported_operators_are_named_with_the_remedy() {
-    let error = refused(&one_op("TopK", &[4], vec![]), "uses operator TopK");
+    let error = refused(&one_op("Unique", &[4], vec![]), "uses operator Unique");
     assert!(matches!(error, GraphError::UnsupportedOperator { .. }));
     assert!(error.to_string().contains("docs/reference/operators.md"), "{error}");
     let mut model = one_op("Relu", &[4], vec![]);

@@ -59,7 +59,7 @@ fn common(op: &str, inputs: usize) -> Vec<usize> {
         "Where" => vec![1, 2],
         "Attention" => vec![0, 1, 2],
         "LSTM" | "GRU" | "RNN" => vec![0, 1, 2, 3, 5, 6],
-        "Pad" => vec![0, 2],
+        "Pad" | "ScatterElements" | "ScatterND" => vec![0, 2],
         "Constant" | "ConstantOfShape" => vec![],
         _ => vec![0],
     }
@@ -70,15 +70,16 @@ fn takes(op: &str) -> &'static [Kind] {
     use Kind::{Bool, Float, Integer};
     match op {
         "And" | "Or" | "Xor" | "Not" => &[Bool],
-        "Equal" | "Where" | "Concat" | "Split" | "Slice" | "Gather" | "GatherND" | "Reshape" | "Flatten"
-        | "Squeeze" | "Unsqueeze" | "Transpose" | "Expand" | "Tile" | "Pad" | "Identity" | "Cast"
-        | "CastLike" | "Trilu" | "Shape" | "Size" | "Dropout" | "DepthToSpace" | "SpaceToDepth"
-        | "ReduceMax" | "ReduceMin" => &[Bool, Integer, Float],
+        "Equal" | "Where" | "Concat" | "Split" | "Slice" | "Gather" | "GatherND" | "GatherElements"
+        | "ScatterElements" | "ScatterND" | "OneHot" | "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze"
+        | "Transpose" | "Expand" | "Tile" | "Pad" | "Identity" | "Cast" | "CastLike" | "Trilu" | "Shape"
+        | "Size" | "Dropout" | "DepthToSpace" | "SpaceToDepth" | "ReduceMax" | "ReduceMin" => {
+            &[Bool, Integer, Float]
+        }
         "Add" | "Sub" | "Mul" | "Div" | "Mod" | "Pow" | "Neg" | "Abs" | "Sign" | "Max" | "Min" | "Less"
         | "LessOrEqual" | "Greater" | "GreaterOrEqual" | "Clip" | "Relu" | "ReduceSum" | "ReduceProd"
-        | "ReduceL1" | "ReduceSumSquare" | "CumSum" | "MatMul" | "Gemm" | "Einsum" | "Range" => {
-            &[Integer, Float]
-        }
+        | "ReduceL1" | "ReduceSumSquare" | "CumSum" | "MatMul" | "Gemm" | "Einsum" | "Range" | "ArgMax"
+        | "ArgMin" | "TopK" => &[Integer, Float],
         _ => &[Float],
     }
 }
@@ -112,7 +113,8 @@ pub(super) fn infer(b: &Builder, call: &mut Call<'_>) -> Result<DataType, GraphE
     }
     Ok(match op.as_str() {
         "Equal" | "Less" | "LessOrEqual" | "Greater" | "GreaterOrEqual" | "IsNaN" | "IsInf" => DataType::Bool,
-        "Shape" | "Size" => DataType::Int64,
+        "Shape" | "Size" | "ArgMax" | "ArgMin" => DataType::Int64,
+        "OneHot" => call.element(b, 2).unwrap_or(DataType::Float),
         "Cast" => cast_to(call)?,
         "CastLike" => call.element(b, 1).unwrap_or(DataType::Float),
         "Constant" => constant(call)?,
@@ -122,6 +124,14 @@ pub(super) fn infer(b: &Builder, call: &mut Call<'_>) -> Result<DataType, GraphE
         },
         _ => first,
     })
+}
+
+/// The type of one of a node's outputs, given that of the first.
+pub(super) fn of_output(op: &str, output: usize, first: DataType) -> DataType {
+    match (op, output) {
+        ("TopK", 1) => DataType::Int64,
+        _ => first,
+    }
 }
 
 /// The type that a Cast names.

@@ -3,6 +3,7 @@
 mod activation;
 mod linear;
 mod movement;
+mod positions;
 mod reduction;
 mod sequence;
 mod spatial;
@@ -40,6 +41,7 @@ pub(crate) fn all() -> Vec<Case> {
     cases.extend(linear::movement());
     cases.extend(movement::movement());
     cases.extend(movement::shapes());
+    cases.extend(positions::positions());
     cases.extend(reduction::reductions());
     cases.extend(reduction::normalizations());
     cases.extend(sequence::sequences());
