@@ -349,11 +349,13 @@ pub(super) fn check_folded(
     folded::check(&stands)
 }
 
-/// The value of an initializer; registers it if it is a parameter.
+/// The value of an initializer; registers it if it is a parameter. One that training could not move is refused
+/// `for_training` only.
 pub(super) fn initializer(
     b: &mut Builder,
     roles: &Roles<'_>,
     tensor: &TensorProto,
+    for_training: bool,
 ) -> Result<NamedValue, GraphError> {
     let site = NodeRef { op: "initializer".to_owned(), node: tensor.name().to_owned() };
     if tensor::is_int(tensor) {
@@ -371,7 +373,10 @@ pub(super) fn initializer(
         return Ok(NamedValue::Ints(Ints::of(shape, &[])));
     }
     let trained = tensor::is_float(tensor) && roles.is_trained(tensor.name(), &shape, &elements);
-    if trained && let Some(parameters) = roles.computed_from(tensor.name()) {
+    if trained
+        && for_training
+        && let Some(parameters) = roles.computed_from(tensor.name())
+    {
         return Err(site.form(format!(
             "the exporter computed it ahead from the parameters {parameters}, which training could not move (export \
              with optimize=False)"

@@ -216,7 +216,7 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
     let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
-            let named = initializer(&mut b, &roles, tensor)?;
+            let named = initializer(&mut b, &roles, tensor, for_training)?;
             if tensor::is_float(tensor) {
                 b.float_initializers.insert(tensor.name().to_owned());
             }
