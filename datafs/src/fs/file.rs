@@ -137,8 +137,12 @@ impl OpenFile {
                 Ok(inode.kind == FileKind::File)
             }
             Ok(inode) => {
-                let is_orphan = self.live.as_ref().is_some_and(|open| open.is_orphan());
-                Ok(is_orphan && inode.kind == FileKind::File)
+                let Some(open) = &self.live else { return Ok(false) };
+                if !open.is_orphan() {
+                    // Another session has removed the last name since the takeover.
+                    self.view.shared.hold_orphans()?;
+                }
+                Ok(open.is_orphan() && inode.kind == FileKind::File)
             }
             Err(Error::NotFound { .. }) => Ok(false),
             Err(error) => Err(error),

@@ -277,8 +277,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Registers this process as a holder of the orphans that it has open.
-    fn hold_orphans(&self) -> Result<()> {
+    /// Registers this process as a holder of the orphans that it has open. Call it before a reason goes for which other
+    /// sessions keep them: the question that this process answers, or the session that it succeeds.
+    pub(super) fn hold_orphans(&self) -> Result<()> {
         // After this, an open by this process sees that the file has no name, and fails.
         self.meta.barrier()?;
         let pinned = Pinned { shared: self, inodes: self.open.pin_all() };

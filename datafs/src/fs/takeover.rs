@@ -6,6 +6,10 @@
 //! names in a held mount also writes the request's number ([`RequestMark`]). A serving thread handles one request
 //! at a time, so it overwrites its number only after the answer to the request before.
 //!
+//! Another session may have removed the last name of a file just before the death. The dead session is neither keeper
+//! nor holder of such an orphan yet, and the remover waits only for its answer. So the successor registers as a holder
+//! of every orphan that it has open before it removes the row of the dead session ([`Shared::end_taken_over`]).
+//!
 //! The file of the dead session must stay locked meanwhile (`session.rs`), so that no other process ends it. A
 //! takeover that is cut off is repeated by the next process, from both sessions.
 
@@ -16,6 +20,7 @@ use super::orphan::Orphan;
 use super::shared::Shared;
 use super::tree::Closing;
 use crate::error::Result;
+use crate::failpoint;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::keys;
@@ -142,8 +147,13 @@ impl Shared {
         }
     }
 
-    /// Ends a session of which everything was taken over; a collection removes its unpublished objects.
+    /// Ends a session of which everything was taken over; a collection removes its unpublished objects. The files that
+    /// it had open must be open in this process.
     pub(crate) fn end_taken_over(&self, old: u64) -> Result<()> {
+        // The row of the old session counts as an unanswered question about each of its open files. With the row, other
+        // sessions lose that reason to keep them.
+        self.hold_orphans()?;
+        failpoint::hit("takeover-orphans-held");
         if self.meta.view(|txn| Ok(txn.get(&keys::session(old))?.is_some()))? {
             session::end_dead(&self.meta, old, |_| Ok(()))?;
             self.collector.wake();

@@ -80,6 +80,7 @@ fn unlinked_files_stay_for_others_on_postgres() {
         tests::orphans_are_whole_while_they_are_opened_and_let_go_at_once();
         tests::what_nobody_has_open_goes_when_all_have_answered();
         tests::who_could_open_a_file_can_read_it_while_others_replace_it();
+        tests::a_successor_keeps_open_files_that_another_session_removes();
     });
 }
 

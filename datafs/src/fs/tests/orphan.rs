@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::*;
 use crate::datafs::Datafs;
 use crate::fs::tests::{objects, open, rows, volume};
-use crate::fs::{OpenFlags, View};
+use crate::fs::{OpenFile, OpenFlags, View};
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 
@@ -247,6 +247,79 @@ pub(crate) fn who_could_open_a_file_can_read_it_while_others_replace_it() {
 
 fn bytes_of(file: &crate::fs::OpenFile) -> u8 {
     file.read_at(0, 1).unwrap()[0]
+}
+
+/// Where the process that serves a mount is stopped for good, in the protocol about its open file.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Stopped {
+    BeforeTheRemoval,
+    BeforeTheQuestion,
+    BeforeTheAnswer,
+    AfterTheAnswer,
+}
+
+/// A server of a mount dies, or is suspended for good, while another session removes or replaces a file that it has
+/// open. Its successor has the content, at whichever step of the protocol the server stopped.
+#[test]
+pub(crate) fn a_successor_keeps_open_files_that_another_session_removes() {
+    use Stopped::{AfterTheAnswer, BeforeTheAnswer, BeforeTheQuestion, BeforeTheRemoval};
+    for stopped in [BeforeTheRemoval, BeforeTheQuestion, BeforeTheAnswer, AfterTheAnswer] {
+        for is_replaced in [false, true] {
+            let case = format!("{stopped:?}, replaced: {is_replaced}");
+            let home = tempfile::tempdir().unwrap();
+            let [(remover, at_remover), (old, at_old)] = two(home.path());
+            at_remover.write_file("file", &[1; 10_000]).unwrap();
+            at_remover.write_file("other", &[2; 10_000]).unwrap();
+            let node = at_old.stat("file").unwrap().node;
+            let file = at_old.open(node, RW).unwrap();
+            let remove = || match is_replaced {
+                true => at_remover.rename_path("other", "file").unwrap(),
+                false => at_remover.remove_file("file").unwrap(),
+            };
+            if stopped != BeforeTheRemoval {
+                remove();
+            }
+            if stopped == BeforeTheAnswer || stopped == AfterTheAnswer {
+                assert_eq!(remover.shared.tend_orphans().unwrap(), 0, "{case}");
+            }
+            if stopped == AfterTheAnswer {
+                old.shared.answer_round().unwrap();
+            }
+            // Its memory and its locks stay as they are, as those of a suspended process do.
+            let session = old.shared.session.id();
+            std::mem::forget(file);
+
+            let (new, at_new) = again(home.path());
+            // Its thread may answer before the files are open.
+            new.shared.answer_round().unwrap();
+            let inherited = OpenFile::inherit(&at_new, node, RW);
+            new.shared.take_over_orphans(session).unwrap();
+            assert_eq!(remover.shared.tend_orphans().unwrap(), 0, "{case}");
+            new.shared.end_taken_over(session).unwrap();
+            if stopped == BeforeTheRemoval {
+                remove();
+            }
+            assert!(inherited.is_inherited().unwrap(), "{case}");
+            for _ in 0..3 {
+                for datafs in [&remover, &new] {
+                    datafs.shared.answer_round().unwrap();
+                    assert_eq!(datafs.shared.tend_orphans().unwrap(), 0, "{case}");
+                }
+            }
+            assert_eq!(inherited.read_at(0, 20_000).unwrap(), vec![1; 10_000], "{case}");
+            inherited.write_at(0, &[3]).unwrap();
+            inherited.fsync().unwrap();
+            drop(inherited);
+            for _ in 0..3 {
+                for datafs in [&remover, &new] {
+                    datafs.shared.answer_round().unwrap();
+                    datafs.shared.tend_orphans().unwrap();
+                }
+            }
+            assert_eq!(rows(&remover, b'o'), 0, "{case}");
+            std::mem::forget((old, at_old));
+        }
+    }
 }
 
 #[test]
