@@ -1,10 +1,13 @@
 //! Fail points: named places in the code where a test kills the process. `MILLRACE_FAILPOINT=name[:n]` kills
 //! a debug build with SIGKILL when it reaches that place for the n-th time (default 1). Other builds ignore
-//! it.
+//! it. A unit test may instead do something while a thread is at a place ([`suspend_at`]), as if other processes did it
+//! while this one was suspended there.
 
 /// Marks a fail point.
 #[inline]
 pub(crate) fn hit(name: &str) {
+    #[cfg(test)]
+    suspended::hit(name);
     #[cfg(debug_assertions)]
     enabled::hit(name);
     #[cfg(not(debug_assertions))]
@@ -18,6 +21,30 @@ pub(crate) fn hit_after(name: &str, before: impl FnOnce()) {
     enabled::hit_after(name, before);
     #[cfg(not(debug_assertions))]
     let _ = (name, before);
+}
+
+/// Calls `meanwhile` when this thread next reaches the fail point.
+#[cfg(test)]
+pub(crate) fn suspend_at(name: &'static str, meanwhile: impl FnOnce() + 'static) {
+    suspended::MEANWHILE.set(Some((name, Box::new(meanwhile))));
+}
+
+#[cfg(test)]
+mod suspended {
+    use std::cell::Cell;
+
+    type Meanwhile = (&'static str, Box<dyn FnOnce()>);
+
+    thread_local! {
+        pub(super) static MEANWHILE: Cell<Option<Meanwhile>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn hit(name: &str) {
+        match MEANWHILE.take() {
+            Some((wanted, meanwhile)) if wanted == name => meanwhile(),
+            other => MEANWHILE.set(other),
+        }
+    }
 }
 
 #[cfg(debug_assertions)]

@@ -105,7 +105,9 @@ impl Shared {
         })?;
         let others: Vec<u64> = known.iter().copied().filter(|id| *id != own).collect();
         let mut living = known.clone();
-        for dead in DeadSession::claim_all(&self.meta, &self.sessions_dir, &others)? {
+        for id in DeadSession::suspects(&self.meta, others)? {
+            failpoint::hit("gc-session-suspected");
+            let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? else { continue };
             if !slice.transaction() {
                 return Ok(living);
             }

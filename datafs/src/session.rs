@@ -122,32 +122,24 @@ pub(crate) struct DeadSession {
 }
 
 impl DeadSession {
-    /// Takes a session over; `None` while its process lives or another process takes it over.
+    /// Takes a session over; `None` while its process lives or another process takes it over. A lapsed lease ends with
+    /// the claim, so that a process which comes back and renews it either keeps the session or knows that it was dead.
     pub(crate) fn claim(meta: &Metadata, directory: &Path, id: u64) -> Result<Option<DeadSession>> {
-        match meta.session_lives(id)? {
-            Some(true) => Ok(None),
+        match meta.end_lapsed(id)? {
+            Some(false) => Ok(None),
             // Several processes may claim it at once: each step of the removal may run twice.
-            Some(false) => Ok(Some(DeadSession { id, directory: None, _lock: None })),
+            Some(true) => Ok(Some(DeadSession { id, directory: None, _lock: None })),
             None => DeadSession::claim_file(directory, id),
         }
     }
 
-    /// Takes over those of the sessions whose processes are dead, as [`DeadSession::claim`] does. Asks a metadata
-    /// server once.
-    pub(crate) fn claim_all(meta: &Metadata, directory: &Path, ids: &[u64]) -> Result<Vec<DeadSession>> {
-        let mut dead = Vec::new();
-        match meta.sessions_alive(ids)? {
-            Some(alive) => {
-                let ended = ids.iter().filter(|id| !alive.contains(id));
-                dead.extend(ended.map(|id| DeadSession { id: *id, directory: None, _lock: None }));
-            }
-            None => {
-                for id in ids {
-                    dead.extend(DeadSession::claim_file(directory, *id)?);
-                }
-            }
+    /// The sessions whose processes may be dead. Asks a metadata server once. [`DeadSession::claim`] decides about each:
+    /// the process of a lapsed lease may come back until then.
+    pub(crate) fn suspects(meta: &Metadata, mut ids: Vec<u64>) -> Result<Vec<u64>> {
+        if let Some(alive) = meta.sessions_alive(&ids)? {
+            ids.retain(|id| !alive.contains(id));
         }
-        Ok(dead)
+        Ok(ids)
     }
 
     /// [`DeadSession::claim`] where the processes share a machine.

@@ -179,9 +179,9 @@ impl Engine for Counting {
         self.inner.barrier()
     }
 
-    fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+    fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
         count(&self.counts.asked);
-        self.inner.session_lives(session)
+        self.inner.end_lapsed(session)
     }
 
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {

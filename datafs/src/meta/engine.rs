@@ -127,15 +127,16 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// After it returns, reads of this process see everything that any process acknowledged before the call.
     fn barrier(&self) -> Result<()>;
 
-    /// Whether the process of a session is alive, where the engine keeps leases of processes. `None` where
-    /// the processes share a machine and file locks show it.
-    fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+    /// Ends the lease of a session's process if that has lapsed, in one step with the look at it: a process that
+    /// renews its lease before keeps it. Returns whether the process has no lease now. `None` where the processes share a
+    /// machine and file locks show which are alive.
+    fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
         let _ = session;
         Ok(None)
     }
 
     /// Those of the sessions whose processes are alive, with one request; otherwise as
-    /// [`Engine::session_lives`].
+    /// [`Engine::end_lapsed`].
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
         let _ = sessions;
         Ok(None)

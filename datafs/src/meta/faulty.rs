@@ -276,8 +276,8 @@ impl Engine for Faulty {
         self.repeat(|| self.inner.barrier())
     }
 
-    fn session_lives(&self, session: u64) -> Result<Option<bool>> {
-        self.inner.session_lives(session)
+    fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
+        self.inner.end_lapsed(session)
     }
 
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {

@@ -211,10 +211,10 @@ impl Metadata {
         }
     }
 
-    /// Whether the process of a session is alive, see [`Engine::session_lives`].
-    pub(crate) fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+    /// Ends a lapsed lease, see [`Engine::end_lapsed`].
+    pub(crate) fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
         match &self.0 {
-            Kind::Direct(engine) => engine.session_lives(session),
+            Kind::Direct(engine) => engine.end_lapsed(session),
             Kind::Group(_) => Ok(None),
         }
     }

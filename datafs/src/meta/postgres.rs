@@ -498,15 +498,19 @@ impl Engine for Postgres {
         self.shared.poll(self.shared.pool.deadline()).map_err(|fault| self.shared.error(fault))
     }
 
-    fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+    fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
         let shared = &self.shared;
-        let text = schema::lives(shared.pool.target().schema(), session.cast_signed());
+        // The time for the request includes a suspension after the look at the contact.
+        let deadline = shared.pool.deadline();
+        if !shared.contact.lock().is_steady(Instant::now(), shared.lease) {
+            return Ok(Some(false));
+        }
+        let text = schema::end_lapsed(shared.pool.target().schema(), session.cast_signed());
         let rows = shared
             .pool
-            .repeat(shared.pool.deadline(), |link, until| block_on(link.client.query(&text, &[]), until))
+            .repeat(deadline, |link, until| block_on(link.client.query(&text, &[]), until))
             .map_err(|fault| shared.error(fault))?;
-        let steady = shared.contact.lock().is_steady(Instant::now(), shared.lease);
-        Ok(Some(!rows.is_empty() || !steady))
+        Ok(Some(rows.is_empty()))
     }
 
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use super::{faults, model, objects, open, rows, volume};
 use crate::config::Config;
+use crate::datafs::Datafs;
 use crate::error::Error;
+use crate::failpoint;
 use crate::fs::unnamed::tests as unnamed;
 use crate::meta::faulty::{self, Fault, Faults, Place};
 use crate::meta::postgres::tests::server::Server;
@@ -118,6 +120,36 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         assert!(matches!(late, Err(Error::Stale { .. })), "{late:?}");
         assert!(unnamed.link(its_view.root(), "late".as_ref()).unwrap_err().is_not_found());
         assert!(view.stat("late").unwrap_err().is_not_found());
+    });
+}
+
+/// A statement after which the lease of a handle's session has lapsed.
+fn lapse(home: &Path, datafs: &Datafs) -> String {
+    let (schema, session) = (schema_of(home), datafs.shared.session.id());
+    format!(
+        "UPDATE {schema}.clients SET seen = now() - interval '1 hour', lease_ms = 1 WHERE client = {session}"
+    )
+}
+
+#[test]
+fn a_process_that_comes_back_before_it_is_ended_keeps_its_session() {
+    on_postgres(|server| {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = open(home.path());
+        let view = volume(&datafs);
+        let back = open(home.path());
+        let its_view = back.view(&"v".parse().unwrap()).unwrap();
+        let lapsed = lapse(home.path(), &back);
+        let renewed = lapsed.replace("now() - interval '1 hour', lease_ms = 1", "now(), lease_ms = 60000");
+        server.sql(&lapsed);
+        let shared = Server::shared().unwrap();
+        failpoint::suspend_at("gc-session-suspected", move || drop(shared.sql(&renewed)));
+        assert_eq!(datafs.gc().unwrap().sessions, 0);
+        its_view.write_file("kept", &[1; 10_000]).unwrap();
+        assert_eq!(view.read_file("kept").unwrap(), vec![1; 10_000]);
+        server.sql(&lapsed);
+        assert_eq!(datafs.gc().unwrap().sessions, 1);
+        assert!(its_view.write_file("late", &[1; 10_000]).is_err());
     });
 }
 

@@ -220,11 +220,14 @@ fn heard(schema: &str) -> String {
     format!("greatest(seen, pg_postmaster_start_time(), (SELECT max(born) FROM {schema}.life))")
 }
 
-/// Whether a client is registered and has renewed its row in time, see [`heard`].
-pub(super) fn lives(schema: &str, client: i64) -> String {
+/// Unregisters a client that has not renewed its row in time, see [`heard`]. Returns a row if it is registered still.
+/// The statement that deletes the row waits for a renewal that runs, and looks again.
+pub(super) fn end_lapsed(schema: &str, client: i64) -> String {
     let heard = heard(schema);
     format!(
-        "SELECT 1 FROM {schema}.clients WHERE client = {client} AND {heard} > now() - lease_ms * interval '1 ms'"
+        "WITH ended AS (DELETE FROM {schema}.clients \
+           WHERE client = {client} AND {heard} <= now() - lease_ms * interval '1 ms' RETURNING client) \
+         SELECT 1 FROM {schema}.clients WHERE client = {client} AND NOT EXISTS (SELECT FROM ended)"
     )
 }
 
