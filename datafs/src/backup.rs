@@ -9,6 +9,7 @@
 //!
 //! A restore adds objects to the store, then replaces all metadata in one transaction. A crash leaves the
 //! volumes either as they were or as in the backup; `fsck` finds objects that nothing points at afterwards.
+//! It needs no object that a suspended process may still delete, or it fails (`deletion.rs`).
 
 mod file;
 
@@ -27,6 +28,7 @@ use self::file::BackupFile;
 use crate::config::Config;
 use crate::data::{Copied, sync_names};
 use crate::datafs::{self, Datafs};
+use crate::deletion::Pending;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::shared::Shared;
@@ -130,6 +132,8 @@ impl Datafs {
         // The hold comes first: a process that opens the volumes after it collects nothing.
         let hold = Hold::take(&shared)?;
         check_alone(&shared)?;
+        let pending = if take_store { Pending::default() } else { Pending::read(&shared.meta)? };
+        pending.check(|object| file.refers_to(object))?;
         let store = own_store(&shared, take_store)?;
         failpoint::hit("restore-held");
         let objects = folder.path(OBJECTS);
@@ -149,7 +153,7 @@ impl Datafs {
             None => mark_anew(&shared)?,
         };
         failpoint::hit("restore-marked");
-        let mut pairs = restored(&shared, &file, store)?;
+        let mut pairs = restored(&shared, &file, store)?.chain(pending.records().iter().cloned().map(Ok));
         shared.meta.replace(&mut || hold.check().and_then(|()| check_alone(&shared)), &mut pairs)?;
         failpoint::hit("restore-finished");
         Ok(RestoreReport { objects: copied.objects, bytes: copied.bytes, missing: copied.missing })
@@ -201,7 +205,13 @@ fn restored<'a>(
     ];
     let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
     // Sessions in the backup may be alive elsewhere: this home must not collect their objects.
-    let prefixes = [keys::holds(), keys::sessions(), keys::sessions_in_cleanup(), keys::completed_requests()];
+    let prefixes = [
+        keys::holds(),
+        keys::sessions(),
+        keys::sessions_in_cleanup(),
+        keys::completed_requests(),
+        keys::deletions(),
+    ];
     let kept = move |pair: &Result<Pair>| match pair {
         Ok((key, _)) => !left_out.contains(key) && !prefixes.iter().any(|prefix| key.starts_with(prefix)),
         Err(_) => true,

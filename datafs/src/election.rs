@@ -9,10 +9,10 @@
 //! No clock of another machine is read. A process that ends gives its turn up with the row of its session.
 //!
 //! Every transaction of the elected process checks the fence ([`Turn::check`]). A process that was stopped and has
-//! lost its turn meanwhile so changes nothing in the metadata. It may still delete the objects that it had chosen
-//! before. That harms nothing: it chose them because no extent references them, and none ever will. An object that
-//! lost its last reference never gets another one, and the session of an unpublished object has no row any more, so
-//! its commits fail. Programs of earlier versions, which know of no election, work beside it under the same rules.
+//! lost its turn meanwhile so changes nothing in the metadata. It may still delete the objects that its last
+//! transaction had decided on: no extent references them, and the session of an unpublished object has no row any more,
+//! so its commits fail. Only a restore gives such an object a reference again. The transaction has left a record for it
+//! (`deletion.rs`). Programs of earlier versions know neither elections nor these records.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -4,25 +4,20 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use millrace_leaf::lease::boot_time;
 use parking_lot::Mutex;
 
 use crate::collector::Collector;
 use crate::data::ObjectPool;
+use crate::deletion::Unneeded;
 use crate::error::Result;
 use crate::failpoint;
 use crate::meta::codec::Decoder;
-use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::{Metadata, PAGE};
 use crate::object::ObjectId;
 use crate::slice::Slice;
 
-/// Objects that are deleted at a time: a remote store takes several requests at once.
-const DELETED_TOGETHER: usize = 64;
-/// Longest time between the look for holds and a deletion: a process that was stopped meanwhile looks again.
-const LOOKED_MAX: Duration = Duration::from_secs(10);
 /// Shortest time between two full collections that a full disk requests.
 const FULL_EVERY: Duration = Duration::from_secs(1);
 
@@ -33,6 +28,8 @@ pub(crate) struct GarbageList<'a> {
     pub(crate) pool: &'a ObjectPool,
     pub(crate) collector: &'a Collector,
     pub(crate) home: &'a Path,
+    /// The session of this process.
+    pub(crate) session: u64,
 }
 
 /// What a pass over the garbage list has done.
@@ -67,17 +64,18 @@ impl GarbageList<'_> {
             }
             let is_cut = due.len() > slice.deletions_left();
             due.truncate(slice.deletions_left());
-            // Checked after the page was read: objects that a hold protects became garbage after the hold.
-            if !due.is_empty() && self.is_held()? {
-                deleted.held += due.len() as u64;
+            failpoint::hit("gc-garbage-due");
+            let done = self.delete_unneeded(&due, Unneeded::Garbage, slice)?;
+            deleted.objects += done.objects as u64;
+            slice.done.deleted += done.objects as u64;
+            if done.is_held {
+                deleted.held += (due.len() - done.objects) as u64;
                 if slice.is_bounded() {
                     *from = None;
                     return Ok(());
                 }
-            } else if !due.is_empty() {
-                deleted.objects += self.delete(&due, slice)?;
             }
-            if is_cut {
+            if is_cut || done.is_cut {
                 return Ok(());
             }
             *from = page.into_iter().nth(PAGE - 1).map(|(key, _)| key);
@@ -86,48 +84,6 @@ impl GarbageList<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Whether a running backup or restore needs every object. The holds of dead processes go with their
-    /// sessions.
-    pub(crate) fn is_held(self) -> Result<bool> {
-        Ok(!self.meta.page(&keys::holds(), None)?.is_empty())
-    }
-
-    /// Deletes listed objects; returns how many. The look for holds was just before.
-    fn delete(self, due: &[ObjectId], slice: &mut Slice<'_>) -> Result<u64> {
-        // The commits that released the objects may be relaxed: a power failure must not bring back a
-        // reference to an object that is deleted now.
-        self.meta.sync()?;
-        let deleted = self.delete_unheld(due)?;
-        let due = &due[..deleted];
-        slice.done.deleted += due.len() as u64;
-        self.meta.transact_making_room(Durability::Relaxed, |txn| {
-            slice.check(txn.as_read())?;
-            due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
-        })?;
-        failpoint::hit("gc-garbage-forgotten");
-        Ok(due.len() as u64)
-    }
-
-    /// Deletes objects that nothing will ever reference, as long as no backup or restore holds them: the caller has
-    /// just looked. Returns how many were deleted, the first ones.
-    pub(crate) fn delete_unheld(self, objects: &[ObjectId]) -> Result<usize> {
-        let mut looked = boot_time();
-        let mut deleted = 0;
-        for few in objects.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
-            self.collector.go_on(self.home)?;
-            if boot_time().saturating_sub(looked) > LOOKED_MAX {
-                looked = boot_time();
-                if self.is_held()? {
-                    break;
-                }
-            }
-            self.pool.delete_all(few)?;
-            deleted += few.len();
-            failpoint::hit("gc-object-deleted");
-        }
-        Ok(deleted)
     }
 }
 

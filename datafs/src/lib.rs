@@ -54,6 +54,7 @@ mod compact;
 mod config;
 mod data;
 mod datafs;
+mod deletion;
 mod election;
 mod error;
 mod failpoint;

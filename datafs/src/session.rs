@@ -22,6 +22,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 
+use crate::deletion;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::codec::Encoder;
@@ -104,7 +105,10 @@ impl Session {
             return;
         }
         let gone = meta
-            .transact_making_room(Durability::Relaxed, |txn| remove_row(txn, self.id))
+            .transact_making_room(Durability::Relaxed, |txn| {
+                deletion::forget(txn, self.id)?;
+                remove_row(txn, self.id)
+            })
             .inspect(|()| failpoint::hit("session-ended"))
             .and_then(|()| self.directory.as_ref().map_or(Ok(()), |folder| remove_file(folder, self.id)));
         if let Err(error) = gone {
@@ -174,8 +178,12 @@ pub(crate) fn end_dead(
     id: u64,
     check: impl Fn(&mut dyn ReadTxn) -> Result<()>,
 ) -> Result<()> {
+    let may_run = meta.has_leases()?;
     meta.transact_making_room(Durability::Durable, |txn| {
         check(txn.as_read())?;
+        if !may_run {
+            deletion::forget(txn, id)?;
+        }
         // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
         txn.put(&keys::session_in_cleanup(id), &[])?;
         remove_row(txn, id)

@@ -15,6 +15,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::compact::Hollow;
 use crate::data::{ListPage, Listed, Part};
+use crate::deletion::Unneeded;
 use crate::error::Result;
 use crate::failpoint;
 use crate::fs::lock;
@@ -384,15 +385,15 @@ impl Shared {
             }
             Ok(unknown)
         })?;
-        // A restore may be about to reference it. The session stays in cleanup.
-        if unknown.is_empty() || self.garbage().is_held()? {
-            return Ok(unknown.is_empty());
+        if unknown.is_empty() {
+            return Ok(true);
         }
         let is_cut = unknown.len() > slice.deletions_left();
         unknown.truncate(slice.deletions_left());
-        let deleted = self.garbage().delete_unheld(&unknown)?;
+        // While a restore may be about to reference them, the session stays in cleanup.
+        let done = self.garbage().delete_unneeded(&unknown, Unneeded::Left, slice)?;
         failpoint::hit("gc-session-object-deleted");
-        slice.done.deleted += deleted as u64;
-        Ok(!is_cut && deleted == unknown.len())
+        slice.done.deleted += done.objects as u64;
+        Ok(!is_cut && !done.is_held && !done.is_cut)
     }
 }

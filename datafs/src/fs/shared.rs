@@ -148,7 +148,13 @@ impl Shared {
 
     /// The garbage list of this store.
     pub(crate) fn garbage(&self) -> GarbageList<'_> {
-        GarbageList { meta: &self.meta, pool: &self.pool, collector: &self.collector, home: &self.home }
+        GarbageList {
+            meta: &self.meta,
+            pool: &self.pool,
+            collector: &self.collector,
+            home: &self.home,
+            session: self.session.id(),
+        }
     }
 
     /// Deletes garbage for an operation that found no space, see [`RoomMaker::make_room`].

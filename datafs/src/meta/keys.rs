@@ -283,6 +283,21 @@ pub(crate) fn all_completed(session: u64) -> Vec<u8> {
     table(b'w', &[&session.to_be_bytes()])
 }
 
+/// A deletion record of a session: the objects that it is deleting from the store.
+pub(crate) fn deletion(session: u64, number: u64) -> Vec<u8> {
+    table(b'u', &[&session.to_be_bytes(), &number.to_be_bytes()])
+}
+
+/// All deletion records of a session.
+pub(crate) fn deletions_of(session: u64) -> Vec<u8> {
+    table(b'u', &[&session.to_be_bytes()])
+}
+
+/// All deletion records.
+pub(crate) fn deletions() -> Vec<u8> {
+    table(b'u', &[])
+}
+
 /// The check value of an encryption key, which tells it from others of its name.
 pub(crate) fn encryption_key(name: &str) -> Vec<u8> {
     table(b'e', &[name.as_bytes()])

@@ -211,6 +211,14 @@ impl Metadata {
         }
     }
 
+    /// Whether leases show which processes are alive. Otherwise file locks do, which are certain. Takes no request.
+    pub(crate) fn has_leases(&self) -> Result<bool> {
+        match &self.0 {
+            Kind::Direct(engine) => Ok(engine.sessions_alive(&[])?.is_some()),
+            Kind::Group(_) => Ok(false),
+        }
+    }
+
     /// Ends a lapsed lease, see [`Engine::end_lapsed`].
     pub(crate) fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
         match &self.0 {

@@ -1,10 +1,11 @@
 //! The tests of the file-system semantics once more, with the metadata on PostgreSQL.
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use super::{faults, model, objects, open, rows, volume};
+use super::{config, faults, model, objects, open, rows, volume};
 use crate::config::Config;
 use crate::datafs::Datafs;
 use crate::error::Error;
@@ -150,6 +151,75 @@ fn a_process_that_comes_back_before_it_is_ended_keeps_its_session() {
         server.sql(&lapsed);
         assert_eq!(datafs.gc().unwrap().sessions, 1);
         assert!(its_view.write_file("late", &[1; 10_000]).is_err());
+    });
+}
+
+/// The process that collects garbage is suspended at each step, and its lease lapses. The restore needs the object.
+#[test]
+fn a_restore_needs_no_object_that_a_suspended_process_may_delete() {
+    on_postgres(|_| {
+        let places = [
+            "gc-garbage-due",
+            "gc-deletion-decided",
+            "gc-deletion-durable",
+            "gc-object-chosen",
+            "gc-object-deleted",
+        ];
+        for place in places {
+            let dir = tempfile::tempdir().unwrap();
+            let (home, folder) = (dir.path().join("home"), dir.path().join("backup"));
+            let suspended = open(&home);
+            let view = volume(&suspended);
+            view.write_file("file", &[1; 10_000]).unwrap();
+            suspended.backup(&folder, &|_| true).unwrap();
+            view.remove_file("file").unwrap();
+            let mut config = config();
+            put_into(&mut config, &home);
+            let (lapsed, server) = (lapse(&home, &suspended), Server::shared().unwrap());
+            let at = home.clone();
+            let restore = move || {
+                for _ in 0..100 {
+                    // Its threads go on, unlike those of a suspended process.
+                    server.sql(&lapsed);
+                    match Datafs::restore(&at, &config, &folder, false, &|_| true) {
+                        Err(Error::InUse { .. }) => {}
+                        restored => return restored,
+                    }
+                }
+                panic!("the lease does not lapse");
+            };
+            let restore = Rc::new(restore);
+            let (meanwhile, restored) = (Rc::clone(&restore), Rc::new(Cell::new(None)));
+            let result = Rc::clone(&restored);
+            failpoint::suspend_at(place, move || result.set(Some(meanwhile())));
+            let collected = suspended.gc();
+            let restored = restored.take().unwrap();
+            if place == "gc-garbage-due" {
+                restored.unwrap();
+                assert!(matches!(collected, Err(Error::Stale { .. })), "{collected:?}");
+            } else {
+                let refused = restored.unwrap_err().to_string();
+                assert!(refused.contains("may still delete it"), "{place}: {refused}");
+                assert_eq!(collected.unwrap().objects, 1, "{place}");
+                restore().unwrap();
+            }
+            drop((view, suspended));
+            let datafs = open(&home);
+            let view = datafs.view(&"v".parse().unwrap()).unwrap();
+            datafs.gc().unwrap();
+            assert_eq!(view.read_file("file").unwrap(), vec![1; 10_000], "{place}");
+            assert_eq!(rows(&datafs, b'u'), 0, "{place}");
+        }
+    });
+}
+
+#[test]
+fn deletions_stop_on_postgres() {
+    use crate::deletion::tests;
+    on_postgres(|_| {
+        tests::a_decision_expires_while_its_process_is_suspended();
+        tests::a_process_that_lost_its_session_decides_nothing();
+        tests::a_process_that_lost_its_turn_decides_nothing();
     });
 }
 

@@ -1,0 +1,268 @@
+//! Deletions of objects from the store: the transaction that decides on them, and its record.
+//!
+//! A store has no fence: a process that is suspended before a deletion carries it out when it resumes, whatever has
+//! happened meanwhile. Only a restore gives an object without references new ones, so only a restore can be harmed.
+//!
+//! One transaction decides ([`GarbageList::decide`]). It checks that
+//!  - the session of this process has its row, and its turn at the background work is valid, if it has one;
+//!  - no backup or restore holds the objects;
+//!  - each object has no reference, and is listed as garbage or left by a session without a row.
+//!
+//! It also writes a *deletion record*: the objects, under the session and a number. The decision is durable before the
+//! first deletion. It is good for [`DECIDED_MAX`]: then the process decides anew. The process removes the record once
+//! the store has answered, and so does its end.
+//!
+//! A restore first takes its hold, so that no transaction decides later. Then it reads the records. It needs no object
+//! of a record whose process may still run, or it fails ([`Pending`]). Where file locks show that a process has ended,
+//! the record goes with the session. A lapsed lease does not prove it. Such a record stays until the process resumes
+//! and removes it. A restore that takes the store over ignores it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::failpoint;
+use crate::garbage::GarbageList;
+use crate::meta::codec::Decoder;
+use crate::meta::engine::{Durability, Order, Pair, ReadTxn, WriteTxn};
+use crate::meta::keys;
+use crate::meta::metadata::Metadata;
+use crate::object::ObjectId;
+use crate::slice::Slice;
+
+/// Objects that are deleted at a time: a remote store takes several requests at once.
+const DELETED_TOGETHER: usize = 64;
+/// Objects that one transaction decides on: their record has 16 bytes for each.
+const DECIDED_TOGETHER: usize = 1_000;
+/// Longest time between a decision and a deletion: a process that was stopped meanwhile decides anew.
+const DECIDED_MAX: Duration = Duration::from_secs(10);
+
+/// Why no extent needs the objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unneeded {
+    /// They are on the garbage list, and leave it with the deletion.
+    Garbage,
+    /// Sessions without a row have left them unpublished.
+    Left,
+}
+
+/// The outcome of deletions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Deletions {
+    /// Objects deleted from the store.
+    pub(crate) objects: usize,
+    /// A running backup or restore needs the others.
+    pub(crate) is_held: bool,
+    /// Others are left for a later call.
+    pub(crate) is_cut: bool,
+}
+
+/// A decision that is durable.
+struct Decided {
+    record: Vec<u8>,
+    objects: Vec<ObjectId>,
+    /// When the transaction read the state that it rests on.
+    at: Duration,
+}
+
+/// Numbers of the deletion records of this process.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+impl GarbageList<'_> {
+    /// Deletes those of the objects that nothing needs, in order, until a backup or restore holds them.
+    pub(crate) fn delete_unneeded(
+        self,
+        objects: &[ObjectId],
+        why: Unneeded,
+        slice: &Slice<'_>,
+    ) -> Result<Deletions> {
+        let mut done = Deletions::default();
+        for some in objects.chunks(DECIDED_TOGETHER) {
+            let mut rest = some.to_vec();
+            while !rest.is_empty() {
+                let Some(decided) = self.decide(&rest, why, slice)? else {
+                    return Ok(Deletions { is_held: true, ..done });
+                };
+                let (deleted, result) = self.carry_out(&decided);
+                done.objects += deleted;
+                self.finish(&decided, deleted, why, slice)?;
+                result?;
+                rest = decided.objects[deleted..].to_vec();
+                if deleted == 0 && !rest.is_empty() {
+                    // The metadata needs longer than a decision is good for.
+                    return Ok(Deletions { is_cut: true, ..done });
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    /// Decides on the deletion of those of the objects that nothing needs; `None` while a backup or restore holds them.
+    fn decide(self, objects: &[ObjectId], why: Unneeded, slice: &Slice<'_>) -> Result<Option<Decided>> {
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let record = keys::deletion(self.session, number);
+        let wanted: Vec<_> = objects
+            .iter()
+            .flat_map(|id| [keys::references(*id), keys::garbage(*id), keys::session(id.session())])
+            .collect();
+        let decided = self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            let at = now();
+            self.check_turn(txn.as_read(), slice)?;
+            let holds = keys::holds();
+            if !txn.scan(&holds, &keys::after_prefix(&holds), Order::Ascending, 1)?.is_empty() {
+                return Ok(None);
+            }
+            txn.prefetch(&wanted)?;
+            let mut chosen = Vec::new();
+            for object in objects {
+                let is_referenced = txn.get(&keys::references(*object))?.is_some();
+                let is_listed = txn.get(&keys::garbage(*object))?.is_some();
+                let is_unneeded = !is_referenced
+                    && match why {
+                        Unneeded::Garbage => is_listed,
+                        Unneeded::Left => !is_listed && txn.get(&keys::session(object.session()))?.is_none(),
+                    };
+                chosen.extend(is_unneeded.then_some(*object));
+            }
+            if !chosen.is_empty() {
+                txn.put(&record, &chosen.iter().flat_map(|id| id.to_bytes()).collect::<Vec<u8>>())?;
+            }
+            Ok(Some((chosen, at)))
+        })?;
+        let Some((objects, at)) = decided else { return Ok(None) };
+        if !objects.is_empty() {
+            failpoint::hit("gc-deletion-decided");
+            // The commits that released the objects may be relaxed too: a power failure must bring back neither a
+            // reference to an object that is deleted now, nor a state without the record.
+            self.meta.sync()?;
+            failpoint::hit("gc-deletion-durable");
+        }
+        Ok(Some(Decided { record, objects, at }))
+    }
+
+    /// Deletes the objects of a decision while it is good. Returns how many, the first ones.
+    fn carry_out(self, decided: &Decided) -> (usize, Result<()>) {
+        let mut deleted = 0;
+        for few in decided.objects.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+            if let Err(error) = self.collector.go_on(self.home) {
+                return (deleted, Err(error));
+            }
+            if now().saturating_sub(decided.at) > DECIDED_MAX {
+                break;
+            }
+            failpoint::hit("gc-object-chosen");
+            if let Err(error) = self.pool.delete_all(few) {
+                return (deleted, Err(error.into()));
+            }
+            deleted += few.len();
+            failpoint::hit("gc-object-deleted");
+        }
+        (deleted, Ok(()))
+    }
+
+    /// Removes the record of a decision. The objects that were deleted leave the garbage list, unless this process has
+    /// lost its session or its turn.
+    fn finish(self, decided: &Decided, deleted: usize, why: Unneeded, slice: &Slice<'_>) -> Result<()> {
+        if decided.objects.is_empty() {
+            return Ok(());
+        }
+        let checked = self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            txn.delete(&decided.record)?;
+            match self.check_turn(txn.as_read(), slice) {
+                Err(lost @ Error::Stale { .. }) => return Ok(Err(lost)),
+                checked => checked?,
+            }
+            if why == Unneeded::Garbage {
+                decided.objects[..deleted]
+                    .iter()
+                    .try_for_each(|object| txn.delete(&keys::garbage(*object)))?;
+            }
+            Ok(Ok(()))
+        })?;
+        failpoint::hit("gc-garbage-forgotten");
+        checked
+    }
+
+    /// Fails with [`Error::Stale`] once the session of this process has no row, or another process has its turn.
+    fn check_turn(self, txn: &mut dyn ReadTxn, slice: &Slice<'_>) -> Result<()> {
+        slice.check(txn)?;
+        match txn.get(&keys::session(self.session))? {
+            Some(_) => Ok(()),
+            None => Err(Error::Stale { what: "the session of this process, which deletes objects,".into() }),
+        }
+    }
+}
+
+/// Removes the deletion records of a session whose process deletes nothing any more.
+pub(crate) fn forget(txn: &mut dyn WriteTxn, session: u64) -> Result<()> {
+    let prefix = keys::deletions_of(session);
+    let records = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
+    records.iter().try_for_each(|(key, _)| txn.delete(key))
+}
+
+/// The deletion records of other processes that may still run.
+#[derive(Debug, Default)]
+pub(crate) struct Pending {
+    records: Vec<Pair>,
+    sessions: BTreeMap<ObjectId, u64>,
+}
+
+impl Pending {
+    /// Reads the records after a hold was taken: no other transaction adds one until the hold ends. The other
+    /// sessions must be dead.
+    pub(crate) fn read(meta: &Metadata) -> Result<Pending> {
+        let mut pending = Pending::default();
+        if !meta.has_leases()? {
+            // The lock of its file proves the end of a process.
+            return Ok(pending);
+        }
+        meta.each(&keys::deletions(), |key, value| {
+            let session = Decoder::new("deletion record", &key[1..]).u64()?;
+            let (objects, []) = value.as_chunks() else {
+                return Err(Error::corrupt("deletion record", "it is of no whole object numbers"));
+            };
+            pending.sessions.extend(objects.iter().map(|id| (ObjectId::from_bytes(*id), session)));
+            pending.records.push((key.to_vec(), value.to_vec()));
+            Ok(())
+        })?;
+        Ok(pending)
+    }
+
+    /// The records, which stay.
+    pub(crate) fn records(&self) -> &[Pair] {
+        &self.records
+    }
+
+    /// Fails if a restore needs one of the objects.
+    pub(crate) fn check(&self, needs: impl Fn(ObjectId) -> Result<bool>) -> Result<()> {
+        for (object, session) in &self.sessions {
+            if needs(*object)? {
+                return Err(Error::Invalid(format!(
+                    "cannot restore: the backup needs object {object}, and a process that has not answered since (session \
+                     {session:016x}) may still delete it; end that process cleanly or let it resume, then restore again; \
+                     if its machine is gone for good, restore with --take-store"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Time since the machine started.
+fn now() -> Duration {
+    #[cfg(test)]
+    let slept = SLEPT.get();
+    #[cfg(not(test))]
+    let slept = Duration::ZERO;
+    millrace_leaf::lease::boot_time() + slept
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Time for which tests of this thread pretend that it was suspended.
+    pub(crate) static SLEPT: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) };
+}
+
+#[cfg(test)]
+pub(crate) mod tests;
