@@ -16,9 +16,9 @@ EPOCHS = 3000
 SMALL = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}}
 
 
-def job(volume, more=""):
+def job(volume, more="", dataset="records"):
     return f"""name = "{NAME}"
-dataset = "records@v1:/train"
+dataset = "{dataset}@v1:/train"
 features = "pixels"
 label = "label"
 model = {{ kind = "mlp", inputs = 64, hidden = [64], classes = 10 }}
@@ -30,13 +30,13 @@ checkpoint_every_steps = 500
 {more}"""
 
 
-def dataset():
-    """Records of a topic in a volume, with a snapshot, and the volumes for models."""
+def dataset(name, volumes):
+    """Records of a topic in a volume, with a snapshot, and volumes for models."""
     path = stores.put("digits.jsonl", RECORDS.read_bytes())
-    stores.millrace("produce", "records", path)
-    stores.millrace("ingest", "--topic", "records", "--volume", "records", "--path", "train")
-    stores.millrace("snapshot", "create", "records@v1")
-    for volume in ("reference", "models"):
+    stores.millrace("produce", name, path)
+    stores.millrace("ingest", "--topic", name, "--volume", name, "--path", "train")
+    stores.millrace("snapshot", "create", f"{name}@v1")
+    for volume in volumes:
         stores.millrace("volume", "create", volume)
 
 
@@ -101,7 +101,7 @@ def bundle(volume):
 
 
 def run(report, _given):
-    dataset()
+    dataset("records", ["reference", "models"])
     cluster.apply(namespace(SPACE, RESTRICTED))
     cluster.wait("the service account", lambda: find("serviceaccount", "default", SPACE))
     cluster.apply(*stores.secrets(SPACE), secret("training-token", SPACE, token="0123456789abcdef0123456789abcdef"))
