@@ -323,7 +323,9 @@ def read_mosaic(folder, workers, seed):
 def write_webdataset(folder, arguments):
     import webdataset
 
-    with webdataset.ShardWriter(str(folder / "%04d.tar"), maxcount=8_192, verbose=0) as out:
+    # Each worker needs a shard.
+    count = max(1, min(8_192, arguments.rows // 4))
+    with webdataset.ShardWriter(str(folder / "%04d.tar"), maxcount=count, verbose=0) as out:
         for ids, values in made(arguments):
             for id, row in zip(ids, values):
                 out.write({"__key__": f"{id:09}", "values.npy": row})
