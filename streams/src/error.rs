@@ -166,12 +166,11 @@ pub enum Error {
         /// The end that was asked for.
         until: String,
     },
-    /// Records before the end of a range are in a transaction that has not ended: they may still become rows.
+    /// Records before the end are in a transaction that may still commit them.
     #[error(
         "topic {topic} cannot be read until {until}: partition {partition} has a transaction that was still open after \
-         {waited_s} s, whose first record has offset {offset} and is of {since}; try again once it has ended, name a time \
-         that is not after {since}, or read topic:{topic}@latest, which ends at that offset, or offsets of an earlier plan \
-         (?offsets=)"
+         {waited_s} s, from offset {offset} of {since}; try again later, name a time that is not after {since}, or read \
+         topic:{topic}@latest, which ends there"
     )]
     OpenTransaction {
         /// Topic name.

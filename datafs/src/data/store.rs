@@ -362,7 +362,7 @@ mod tests {
         ] {
             let config =
                 Config { store_url: Some(url.into()), store_environment: false, ..Config::default() };
-            let error = check_store(&config).unwrap_err().to_string();
+            let error = open_remote(url, &config).err().unwrap().to_string();
             assert!(error.contains(needed) && error.contains("store_environment"), "{error}");
         }
     }
