@@ -16,6 +16,7 @@ import time
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "kubelab"))
 
 import cluster  # noqa: E402
+import serving  # noqa: E402
 import stores  # noqa: E402
 import survival  # noqa: E402
 import training  # noqa: E402
@@ -23,7 +24,7 @@ import volumes  # noqa: E402
 from objects import SYSTEM  # noqa: E402
 from paths import LabError  # noqa: E402
 
-STEPS = {"volumes": volumes.run, "survival": survival.run, "training": training.run}
+STEPS = {"volumes": volumes.run, "survival": survival.run, "training": training.run, "serving": serving.run}
 
 
 def stopped(*_):

@@ -1,27 +1,44 @@
 """Step `serving`: the model server's pods are replaced and scaled under load, and no request fails."""
 
+import io
 import json
 import pathlib
+import subprocess
+import tarfile
 
 import cluster
 import images
 import stores
 import training
 from objects import (
-    RESTRICTED, await_end, await_pod, config_map, execute, find, helm, listed, logs, namespace, pod, rolled,
+    CHART, RESTRICTED, await_end, await_pod, config_map, execute, find, helm, listed, logs, namespace, pod, rolled,
 )
-from paths import LabError
+from paths import LAB, ROOT, LabError
 
 HERE = pathlib.Path(__file__).resolve().parent
+# The commit that added the chart.
+FIRST = "84d37e74"
 SPACE, NAME, LOAD = "serving", "millrace-serving", "load"
 
 
-def upgrade(verb, replicas, image):
+def first_chart():
+    """The chart of its first commit, unpacked."""
+    packed = subprocess.run(
+        ["git", "-C", ROOT, "archive", FIRST, CHART.relative_to(ROOT)], capture_output=True, check=False,
+    )
+    if packed.returncode:
+        raise LabError(f"cannot unpack the chart of commit {FIRST}; fetch the whole history: {packed.stderr.decode()}")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar:
+        tar.extractall(LAB / "first", filter="data")
+    return LAB / "first" / CHART.relative_to(ROOT)
+
+
+def upgrade(verb, replicas, image, chart=CHART):
     serving = {
         "enabled": True, "volume": "served", "replicas": replicas, "drainSeconds": 30,
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}},
     }
-    helm(verb, "millrace", SPACE, {**stores.shared("volumes", "volumes"), "serving": serving}, image=image)
+    helm(verb, "millrace", SPACE, {**stores.shared("volumes", "volumes"), "serving": serving}, chart, image)
 
 
 def counts():
@@ -49,7 +66,7 @@ def run(report, _given):
     cluster.apply(namespace(SPACE, RESTRICTED))
     cluster.wait("the service account", lambda: find("serviceaccount", "default", SPACE))
     cluster.apply(*stores.secrets(SPACE), config_map("load", SPACE, {"load.py": (HERE / "request_load.py").read_text()}))
-    upgrade("install", 2, images.MILLRACE)
+    upgrade("install", 2, images.MILLRACE, first_chart())
     rolled("deployment", NAME, SPACE)
     cluster.apply(pod(
         LOAD, SPACE, images.S3,
@@ -58,7 +75,10 @@ def run(report, _given):
     ))
     await_pod(LOAD, SPACE)
     cluster.wait("the first requests", lambda: logs(LOAD, SPACE))
-    go_on("two replicas", report)
+    go_on("two replicas of the chart's first commit", report)
+    upgrade("upgrade", 2, images.MILLRACE)
+    rolled("deployment", NAME, SPACE)
+    go_on("upgrade to this chart", report)
     for why, replicas, image in (
         ("another image by helm upgrade", 2, images.MILLRACE_NEXT), ("three replicas", 3, images.MILLRACE_NEXT),
         ("one replica", 1, images.MILLRACE_NEXT),
