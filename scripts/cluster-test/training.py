@@ -13,6 +13,8 @@ RECORDS = ROOT / "examples/digits/digits.jsonl"
 STEP = re.compile(r"/(\d{12})$")
 # The run must outlast the events below on an idle machine.
 EPOCHS = 3000
+# Numbers of workers, one after the other.
+CHANGES = (4, 1, 2)
 SMALL = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}}
 
 
@@ -115,7 +117,7 @@ def run(report, _given):
     kill(victim)
     cluster.wait("the replacement of the killed worker", lambda: len(running("worker") - {victim}) == 3)
     go_on("a worker was killed and replaced", report)
-    for workers in (4, 1, 2):
+    for workers in CHANGES:
         upgrade("upgrade", workers)
         cluster.wait(f"{workers} workers", lambda workers=workers: len(running("worker")) == workers)
         go_on(f"helm upgrade to {workers} worker{'s' * (workers > 1)}", report)
