@@ -1,8 +1,8 @@
 """The load of the step `serving`, run by a pod: `request_load.py HOST PORT PATH`.
 
 Half of the clients open a connection for each request. The others keep theirs, and repeat a request once on a new
-connection when a kept one was closed before any answer, as HTTP clients do: `reconnected` counts that. A line of JSON each second, and a last
-one after SIGTERM. A request that does not get status 200 with 10 numbers counts as failed, with the reason.
+connection when a kept one was closed before any answer, as HTTP clients do: `reconnected` counts that. A line of
+JSON each second, and a last one after SIGTERM. A request that does not get status 200 with 10 numbers counts as failed, with the reason.
 """
 
 import http.client

@@ -56,7 +56,10 @@ def pods(part):
 
 
 def running(part):
-    return {name for name, pod in pods(part).items() if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]}
+    def runs(pod):
+        return pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+
+    return {name for name, pod in pods(part).items() if runs(pod)}
 
 
 def step():
