@@ -127,7 +127,7 @@ pub fn read_verified<S: DeserializeOwned>(
                 }
                 refused += 1;
                 match shown {
-                    Some(shown) if refused < WRONG_MAX && wrong.insert(shown) => {}
+                    Some(shown) if refused < WRONG_MAX && wrong.insert(shown.clone()) => {}
                     _ => break,
                 }
             }

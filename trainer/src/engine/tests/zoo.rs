@@ -30,9 +30,12 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("default", "scaled_bias", "the exporter multiplies the bias ahead"),
     ("default", "weight_norm", "the exporter multiplies the parts of the weight ahead"),
     ("earlier", "buffers", "the exporter tells buffers from parameters by nothing"),
+    ("earlier", "changed_columns", "the exporter writes the positions of the rows as well"),
     ("earlier", "embedding_padding_idx", "the exporter does not say that a row of a table stays"),
     ("earlier", "frozen_weight", FROZEN),
     ("earlier", "local_response_norm", "the exporter writes an If"),
+    ("earlier", "scaled_bias", "the exporter multiplies the bias ahead, and does not say so"),
+    ("earlier", "spatial_transformer", "the exporter writes an AffineGrid"),
 ];
 const FROZEN: &str = "ONNX does not say that a parameter is frozen";
 
