@@ -471,7 +471,7 @@ fn a_silent_server_of_a_tenant_delays_no_other_home() {
     });
     let homes = Homes::new(own, Config::default(), tenants, open);
     let mut controller = ControllerService::new(Arc::new(homes));
-    controller.limits = Arc::new(Limits { wait: std::time::Duration::from_millis(20), ..Limits::default() });
+    Arc::get_mut(&mut controller.limits).unwrap().wait = std::time::Duration::from_millis(20);
     let secrets = [
         ("meta_url", "postgres://a:b@silent/d"),
         ("store_url", "s3://bucket"),
