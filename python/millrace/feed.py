@@ -447,8 +447,8 @@ def _shard(rank: int | str | None, world: int | None) -> tuple[int, int]:
         found = own_rank()
         if found is None:
             raise UsageError(
-                'rank="env": RANK is not set, nor a variable of mpirun or srun, and torch.distributed is not initialized; start '
-                "with torchrun or millrace train --script, call init_process_group before, or pass rank and world"
+                'rank="env": RANK is not set, nor a variable of mpirun or srun, and torch.distributed is not initialized; '
+                "start with torchrun or millrace train --script, call init_process_group before, or pass rank and world"
             )
         return found
     if rank is None:

@@ -187,8 +187,8 @@ class FeedDataset(IterableDataset):
         if _collates(sys._getframe(1)):
             return self._refuse(
                 UsageError(
-                    f"read {self.feed.dataset}: the DataLoader would batch the batches of the feed again; pass batch_size=None, "
-                    f"and batch_rows to the dataset"
+                    f"read {self.feed.dataset}: the DataLoader would batch the batches of the feed again; pass "
+                    f"batch_size=None, and batch_rows to the dataset"
                 )
             )
         if self._shared is not None and self._begun is not None and self._begun[0] == os.getpid():
@@ -207,8 +207,8 @@ class FeedDataset(IterableDataset):
         if iteration.start >= _ENDLESS:
             return self._refuse(
                 UsageError(
-                    f"read {self.feed.dataset}: it has no end, and how much of it the loop before has taken is not known; go on "
-                    f"with load_state_dict(state_after(batches)), or call set_epoch"
+                    f"read {self.feed.dataset}: it has no end, and how much of it the loop before has taken is not known; go "
+                    f"on with load_state_dict(state_after(batches)), or call set_epoch"
                 )
             )
         is_empty = self._begin_feed(iteration)

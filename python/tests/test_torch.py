@@ -312,7 +312,8 @@ class LoaderTest(HomeCase):
             return StatefulDataLoader(self.dataset(), batch_size=None, num_workers=workers, persistent_workers=persistent)
 
         cases = [(0, 0), (0, 1), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 10)]
-        for workers, persistent, some in ((0, False, cases[3:]), (1, False, cases[3:]), (2, False, cases), (2, True, cases[-3:])):
+        loaders = [(0, False, cases[3:]), (1, False, cases[3:]), (2, False, cases), (2, True, cases[-3:])]
+        for workers, persistent, some in loaders:
             for epoch, taken in some:
                 first = loader(workers, persistent)
                 for _ in range(epoch):
