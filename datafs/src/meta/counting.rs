@@ -180,8 +180,12 @@ impl Engine for Counting {
     }
 
     fn end_lapsed(&self, session: u64) -> Result<Option<bool>> {
-        count(&self.counts.asked);
-        self.inner.end_lapsed(session)
+        // Without leases this asks no server.
+        let ended = self.inner.end_lapsed(session)?;
+        if ended.is_some() {
+            count(&self.counts.asked);
+        }
+        Ok(ended)
     }
 
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
