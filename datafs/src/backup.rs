@@ -28,7 +28,7 @@ use self::file::BackupFile;
 use crate::config::Config;
 use crate::data::{Copied, sync_names};
 use crate::datafs::{self, Datafs};
-use crate::deletion::Pending;
+use crate::deletion_record::Pending;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::shared::Shared;

@@ -13,19 +13,19 @@
 //! the store has answered, and so does its end.
 //!
 //! A restore first takes its hold, so that no transaction decides later. Then it reads the records. It needs no object
-//! of a record whose process may still run, or it fails ([`Pending`]). Where file locks show that a process has ended,
+//! of a record whose process may still run, or it fails ([`Pending`](crate::deletion_record::Pending)). Where file locks show that a process has ended,
 //! the record goes with the session. A lapsed lease does not prove it. Such a record stays until the process resumes
 //! and removes it. A restore that takes the store over ignores it.
 
-use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::collector::Collector;
+use crate::data::ObjectPool;
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::garbage::GarbageList;
-use crate::meta::codec::Decoder;
-use crate::meta::engine::{Durability, Order, Pair, ReadTxn, WriteTxn};
+use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::object::ObjectId;
@@ -37,6 +37,17 @@ const DELETED_TOGETHER: usize = 64;
 const DECIDED_TOGETHER: usize = 1_000;
 /// Longest time between a decision and a deletion: a process that was stopped meanwhile decides anew.
 const DECIDED_MAX: Duration = Duration::from_secs(10);
+
+/// The garbage list of an open datafs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GarbageList<'a> {
+    pub(crate) meta: &'a Metadata,
+    pub(crate) pool: &'a ObjectPool,
+    pub(crate) collector: &'a Collector,
+    pub(crate) home: &'a Path,
+    /// The session of this process.
+    pub(crate) session: u64,
+}
 
 /// Why no extent needs the objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -191,61 +202,6 @@ impl GarbageList<'_> {
             Some(_) => Ok(()),
             None => Err(Error::Stale { what: "the session of this process, which deletes objects,".into() }),
         }
-    }
-}
-
-/// Removes the deletion records of a session whose process deletes nothing any more.
-pub(crate) fn forget(txn: &mut dyn WriteTxn, session: u64) -> Result<()> {
-    let prefix = keys::deletions_of(session);
-    let records = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
-    records.iter().try_for_each(|(key, _)| txn.delete(key))
-}
-
-/// The deletion records of other processes that may still run.
-#[derive(Debug, Default)]
-pub(crate) struct Pending {
-    records: Vec<Pair>,
-    sessions: BTreeMap<ObjectId, u64>,
-}
-
-impl Pending {
-    /// Reads the records after a hold was taken: no other transaction adds one until the hold ends. The other
-    /// sessions must be dead.
-    pub(crate) fn read(meta: &Metadata) -> Result<Pending> {
-        let mut pending = Pending::default();
-        if !meta.has_leases()? {
-            // The lock of its file proves the end of a process.
-            return Ok(pending);
-        }
-        meta.each(&keys::deletions(), |key, value| {
-            let session = Decoder::new("deletion record", &key[1..]).u64()?;
-            let (objects, []) = value.as_chunks() else {
-                return Err(Error::corrupt("deletion record", "it is of no whole object numbers"));
-            };
-            pending.sessions.extend(objects.iter().map(|id| (ObjectId::from_bytes(*id), session)));
-            pending.records.push((key.to_vec(), value.to_vec()));
-            Ok(())
-        })?;
-        Ok(pending)
-    }
-
-    /// The records, which stay.
-    pub(crate) fn records(&self) -> &[Pair] {
-        &self.records
-    }
-
-    /// Fails if a restore needs one of the objects.
-    pub(crate) fn check(&self, needs: impl Fn(ObjectId) -> Result<bool>) -> Result<()> {
-        for (object, session) in &self.sessions {
-            if needs(*object)? {
-                return Err(Error::Invalid(format!(
-                    "cannot restore: the backup needs object {object}, and a process that has not answered since (session \
-                     {session:016x}) may still delete it; end that process cleanly or let it resume, then restore again; \
-                     if its machine is gone for good, restore with --take-store"
-                )));
-            }
-        }
-        Ok(())
     }
 }
 

@@ -1,36 +1,24 @@
 //! The garbage list: objects whose last extent is gone, deleted after a grace period.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use crate::collector::Collector;
-use crate::data::ObjectPool;
 use crate::deletion::Unneeded;
 use crate::error::Result;
 use crate::failpoint;
 use crate::meta::codec::Decoder;
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
-use crate::meta::metadata::{Metadata, PAGE};
+use crate::meta::metadata::PAGE;
 use crate::object::ObjectId;
 use crate::slice::Slice;
 
+pub(crate) use crate::deletion::GarbageList;
+
 /// Shortest time between two full collections that a full disk requests.
 const FULL_EVERY: Duration = Duration::from_secs(1);
-
-/// The garbage list of an open datafs.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct GarbageList<'a> {
-    pub(crate) meta: &'a Metadata,
-    pub(crate) pool: &'a ObjectPool,
-    pub(crate) collector: &'a Collector,
-    pub(crate) home: &'a Path,
-    /// The session of this process.
-    pub(crate) session: u64,
-}
 
 /// What a pass over the garbage list has done.
 #[derive(Debug, Clone, Copy, Default)]

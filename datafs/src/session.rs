@@ -22,7 +22,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 
-use crate::deletion;
+use crate::deletion_record;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::codec::Encoder;
@@ -106,7 +106,7 @@ impl Session {
         }
         let gone = meta
             .transact_making_room(Durability::Relaxed, |txn| {
-                deletion::forget(txn, self.id)?;
+                deletion_record::forget(txn, self.id)?;
                 remove_row(txn, self.id)
             })
             .inspect(|()| failpoint::hit("session-ended"))
@@ -182,7 +182,7 @@ pub(crate) fn end_dead(
     meta.transact_making_room(Durability::Durable, |txn| {
         check(txn.as_read())?;
         if !may_run {
-            deletion::forget(txn, id)?;
+            deletion_record::forget(txn, id)?;
         }
         // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
         txn.put(&keys::session_in_cleanup(id), &[])?;

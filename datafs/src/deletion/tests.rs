@@ -5,6 +5,7 @@ use super::*;
 use crate::datafs::Datafs;
 use crate::fs::shared::Shared;
 use crate::fs::tests::{objects, open, rows, setup};
+use crate::meta::engine::WriteTxn;
 use crate::session;
 use crate::slice::Limits;
 use crate::upkeep::Keeper;
