@@ -19,7 +19,7 @@ const RATE: f64 = 0.05;
 const TOLERANCE: f64 = 1e-5;
 
 /// Largest difference in float64.
-const TOLERANCE_64: f64 = 1e-10;
+const TOLERANCE_64: f64 = 1e-9;
 
 /// Models whose outputs are compared with numbers, by the mean of the squares.
 const SQUARED: &[&str] = &["unet_up_mse"];
@@ -29,9 +29,9 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("default", "frozen_weight", FROZEN),
     ("default", "scaled_bias", "the exporter multiplies the bias ahead"),
     ("default", "weight_norm", "the exporter multiplies the parts of the weight ahead"),
+    ("default", "spatial_transformer", "the rounding of positions in float32 makes 2e-5"),
     ("earlier", "buffers", "the exporter tells buffers from parameters by nothing"),
     ("earlier", "changed_columns", "the exporter writes the positions of the rows as well"),
-    ("earlier", "embedding_padding_idx", "the exporter does not say that a row of a table stays"),
     ("earlier", "frozen_weight", FROZEN),
     ("earlier", "local_response_norm", "the exporter writes an If"),
     ("earlier", "scaled_bias", "the exporter multiplies the bias ahead, and does not say so"),

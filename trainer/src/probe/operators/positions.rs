@@ -37,8 +37,6 @@ pub(super) fn positions() -> Vec<Case> {
     for (equation, row, weight) in [
         ("...i,ij->...j", &[2, 3][..], &[3, 4][..]),
         ("...i,...i->...", &[2, 3], &[1, 1, 3]),
-        ("b...,...b", &[2], &[2, 3]),
-        ("...,...->...", &[2, 3], &[2, 1]),
         ("a...b,b->...a", &[2, 3], &[3]),
     ] {
         cases.push(case(&format!("Einsum {equation} {weight:?}"), 17, row, |p, x| {

@@ -4,7 +4,9 @@
 
 use std::io::Read as _;
 
+use nix::fcntl::open;
 use nix::mount::{MntFlags, umount2};
+use nix::sys::stat::Mode;
 use nix::unistd::chown;
 
 use super::*;
@@ -12,10 +14,10 @@ use crate::mount::can_mount;
 
 const USER: Rights = Rights { uid: 65_534, is_trusted: false };
 
-/// A folder with a holder, which permits [`USER`].
+/// A folder with a holder, which permits [`USER`]. The holder ends first: its mounts without a server are in the folder.
 struct Fixture {
-    dir: tempfile::TempDir,
     holder: Option<Holder>,
+    dir: tempfile::TempDir,
 }
 
 impl Fixture {
@@ -29,7 +31,7 @@ impl Fixture {
             millrace_testing::skip(millrace_testing::Need::Root, "only root may give a folder away");
             return None;
         }
-        let mut fixture = Fixture { dir: tempfile::tempdir().unwrap(), holder: None };
+        let mut fixture = Fixture { holder: None, dir: tempfile::tempdir().unwrap() };
         fixture.start();
         Some(fixture)
     }
@@ -108,7 +110,8 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
     shared.connects().unwrap();
     let (_, first_fds) = shared.attach(&Peer::for_test(1, root), &at, None, &|| false).unwrap();
     let first = number().unwrap();
-    // By another process, while the server keeps the device.
+    // By another process, while a program has its folder. Without one, the mount would end, and its number be used again.
+    let inside = open(&at, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).unwrap();
     umount2(&at, MntFlags::MNT_DETACH).unwrap();
     assert!(
         shared
@@ -119,6 +122,7 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
     shared.mount(root, wish(&at)).unwrap();
     let second = number().unwrap();
     assert_ne!(first, second);
+    drop(inside);
     // The first server still is one, and takes no part in the second mount: when it stops, it unmounts nothing.
     shared.unmount_for(&Peer::for_test(1, root), &at).unwrap();
     assert_eq!(number().as_ref(), Some(&second));
