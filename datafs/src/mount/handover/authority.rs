@@ -1,4 +1,4 @@
-//! Authority of a holder's clients: who may mount where, and whose mounts they may use.
+//! Authority of a holder's clients: the folders that each may mount on, and the mounts that each may use.
 //!
 //! Root and the holder's own user are trusted. Another user that is permitted may mount on folders below those of
 //! [`HolderOptions::below`](super::HolderOptions::below), and on folders that it owns. It may not ask for

@@ -534,8 +534,8 @@ impl Shared {
         Ok((attached, fds))
     }
 
-    /// Takes a mount from a server whose holder has died. Returns the read end of the control pipe. Whoever has the
-    /// device of a mount is its server, since a holder gives it to nobody else.
+    /// Takes a mount from a server whose holder has died. Returns the read end of the control pipe. The process with
+    /// the device of a mount is its server: a holder gives the device to no other.
     pub(super) fn adopt(
         &self,
         peer: &Peer,
