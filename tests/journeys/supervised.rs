@@ -20,8 +20,8 @@ fn daemon_of(supervisor: &Service) -> Option<i32> {
     children.last()
 }
 
-/// Has a file open. For each name on its input, reads on and makes a file of that name.
-const PROGRAM: &str = r#"exec 3<"$1/file"; while read -r name; do head -c 200000 <&3; : > "$1/$name"; done"#;
+/// Has a file open. For each name on its input, makes a file of that name, which takes a daemon, and reads on.
+const PROGRAM: &str = r#"exec 3<"$1/file"; while read -r name; do : > "$1/$name"; head -c 200000 <&3; done"#;
 
 /// Starts [`PROGRAM`] in a mount.
 fn program_in(at: &Path) -> Child {

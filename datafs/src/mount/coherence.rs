@@ -34,17 +34,15 @@ pub(super) mod inode_table;
 pub(super) mod lifetime;
 pub(super) mod removed;
 pub(super) mod stale_retry;
+pub(super) mod teller;
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use fuser::{INodeNo, Notifier};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
@@ -58,6 +56,7 @@ use inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
 use lifetime::IN_FLIGHT;
 use removed::Removed;
 use stale_retry::StaleRetries;
+use teller::Teller;
 
 /// After an unknown change the kernel may cache no attributes for this time. A stream of unknown changes then
 /// costs no more than a request for each access.
@@ -69,9 +68,6 @@ const PUT_OFF: Duration = Duration::from_millis(5);
 const PUT_OFF_TIMES: u32 = 40;
 /// Longest wait for a notification in progress. A notification of contents waits for reads in progress.
 const NOTIFIED_MAX: Duration = Duration::from_millis(100);
-/// The FUSE notification code of a name, and its flag that expires the name instead of invalidating it.
-const NOTIFY_INVAL_ENTRY: i32 = 3;
-const EXPIRE_ONLY: u32 = 1;
 
 /// The record of what the kernel of one mount caches, and the thread that revokes it.
 #[derive(Debug)]
@@ -93,9 +89,7 @@ pub(super) struct Coherence {
     changes: AtomicU64,
     queue: Mutex<Queue>,
     arrived: Condvar,
-    notifier: OnceLock<Notifier>,
-    /// The mount's FUSE device, for a notification flag that the library does not support.
-    device: OnceLock<File>,
+    teller: OnceLock<Teller>,
     start: Instant,
     running: Mutex<Option<(Watch, JoinHandle<()>)>>,
 }
@@ -117,6 +111,14 @@ enum News {
     Attributes(u64),
     Contents(u64),
     Name(u64, Vec<u8>),
+}
+
+/// An open file that another server has opened.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Doubt {
+    pub(super) node: Node,
+    /// The kernel may have other contents too. Not said of a file without need: it waits for reads in progress.
+    pub(super) contents: bool,
 }
 
 /// The result of checking the kernel's cached data at an open.
@@ -148,8 +150,7 @@ impl Coherence {
             changes: AtomicU64::new(0),
             queue: Mutex::default(),
             arrived: Condvar::new(),
-            notifier: OnceLock::new(),
-            device: OnceLock::new(),
+            teller: OnceLock::new(),
             start: Instant::now(),
             running: Mutex::default(),
         }
@@ -165,13 +166,11 @@ impl Coherence {
     pub(super) fn start(
         self: &Arc<Self>,
         view: &View,
-        notifier: Notifier,
-        device: File,
+        teller: Teller,
         woken: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         // Set only here, once.
-        let _ = self.notifier.set(notifier);
-        let _ = self.device.set(device);
+        let _ = self.teller.set(teller);
         let to = Arc::clone(self);
         let watch = view.watch(Arc::new(move |changed| {
             to.heard(changed);
@@ -193,13 +192,16 @@ impl Coherence {
         self.known.lock().inherits();
     }
 
-    /// Makes the kernel drop attributes and pages of files that are open, and the attributes of the root: others
-    /// may have changed them while no server listened.
-    pub(super) fn doubts(&self, open: &[Node]) {
+    /// Makes the kernel drop attributes of open files and of the root, which others may have changed while no server
+    /// listened.
+    pub(super) fn doubts(&self, open: &[Doubt]) {
         let mut queue = self.queue.lock();
         queue.news.push_back(News::Attributes(Node::LIVE_ROOT.ino));
-        let live = open.iter().filter(|node| node.is_live());
-        queue.news.extend(live.map(|node| News::Contents(node.ino)));
+        let live = open.iter().filter(|doubt| doubt.node.is_live());
+        queue.news.extend(live.map(|&Doubt { node, contents }| match contents {
+            true => News::Contents(node.ino),
+            false => News::Attributes(node.ino),
+        }));
         self.arrived.notify_all();
     }
 
@@ -331,8 +333,8 @@ impl Coherence {
     /// kernel drops an attribute reply when another notification arrives meanwhile, and then reads no further
     /// than the old size. Like [`Coherence::drops`], not for a serving thread.
     pub(super) fn reaches(&self, attr: &Attr, last: u8) {
-        let Some((notifier, end)) = self.notifier.get().zip(attr.size.checked_sub(1)) else { return };
-        if let Err(error) = notifier.store(self.inodes.ino(attr.node), end, &[last]) {
+        let Some((teller, end)) = self.teller.get().zip(attr.size.checked_sub(1)) else { return };
+        if let Err(error) = teller.store(self.inodes.ino(attr.node).0, end, last) {
             tracing::debug!(%error, "telling the kernel of the length of a file");
         }
     }
@@ -483,9 +485,9 @@ impl Coherence {
     /// Sends a notification. Delays it while a thread walks a path to refresh the size of this file: the kernel
     /// would drop the reply with the size. The limit is [`PUT_OFF_TIMES`] delays.
     fn say_or_put_off(&self, news: &News, times: u32) {
-        let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
+        let Some(teller) = self.teller.get() else { return };
         let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;
-        let ino = self.inodes.ino(Node { snapshot: 0, ino: *of });
+        let ino = self.inodes.ino(Node { snapshot: 0, ino: *of }).0;
         let is_name = matches!(news, News::Name(..));
         if !is_name {
             let mut known = self.known.lock();
@@ -500,11 +502,11 @@ impl Coherence {
             known.notifies(*of);
         }
         let said = match news {
-            News::Attributes(_) => notifier.inval_inode(ino, -1, 0),
-            News::Contents(_) => notifier.inval_inode(ino, 0, 0),
+            News::Attributes(_) => teller.drop_attributes(ino),
+            News::Contents(_) => teller.drop_contents(ino),
             // This kernel caches no names.
             News::Name(..) if !self.expires.load(Ordering::Relaxed) => Ok(()),
-            News::Name(_, name) => expire(device, ino, name),
+            News::Name(_, name) => teller.expire(ino, name),
         };
         if let Err(error) = said {
             tracing::debug!(%error, ?news, "telling the kernel of a change");
@@ -565,28 +567,5 @@ impl News {
         }
         let ino = keys::ino_of(record)?;
         Some(if keys::is_contents(record) { News::Contents(ino) } else { News::Attributes(ino) })
-    }
-}
-
-/// Expires a name: the kernel looks it up before it uses it again.
-fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()> {
-    // At most 255 bytes.
-    let name_len = name.len() as u32;
-    // The header of a reply (length, code, and request 0, because it answers no request), the notification, the
-    // name.
-    let len = 16 + 16 + name_len + 1;
-    let mut message = Vec::with_capacity(len as usize);
-    message.extend_from_slice(&len.to_ne_bytes());
-    message.extend_from_slice(&NOTIFY_INVAL_ENTRY.to_ne_bytes());
-    message.extend_from_slice(&0u64.to_ne_bytes());
-    message.extend_from_slice(&parent.0.to_ne_bytes());
-    message.extend_from_slice(&name_len.to_ne_bytes());
-    message.extend_from_slice(&EXPIRE_ONLY.to_ne_bytes());
-    message.extend_from_slice(name);
-    message.push(0);
-    match device.write_all(&message) {
-        // The kernel does not know the name.
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        written => written,
     }
 }

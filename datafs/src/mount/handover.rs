@@ -27,6 +27,7 @@ pub(super) mod journal;
 mod peer;
 mod place;
 mod protocol;
+pub(super) mod rehearsal;
 pub(super) mod resent;
 mod restore;
 mod wire;

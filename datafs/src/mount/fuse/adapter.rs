@@ -35,6 +35,8 @@ use crate::mount::outcome;
 
 /// Largest write request of the kernel.
 const WRITE_BYTES_MAX: u32 = 1024 * 1024;
+/// Most bytes of a request, with the kernel's allowance for its header. Only a list of nodes to forget may be longer.
+pub(super) const REQUEST_BYTES_MAX: usize = WRITE_BYTES_MAX as usize + 4096;
 /// Background requests (read-ahead) that the kernel may have in flight.
 const BACKGROUND_MAX: u16 = 64;
 

@@ -14,8 +14,10 @@ use fuser::{
     WriteFlags,
 };
 
+use super::adapter::REQUEST_BYTES_MAX;
 use super::answer::Adapter;
 use crate::mount::handover::gate::Gate;
+use crate::mount::handover::rehearsal;
 use crate::mount::observe::stats::Op;
 use crate::mount::observe::trace;
 use crate::mount::observe::watch::Watch;
@@ -81,6 +83,29 @@ impl Filesystem for InstrumentedFs {
 
     fn forget(&self, request: &Request, ino: INodeNo, lookups: u64) {
         self.watch(asked(Op::Forget, request, ino), |adapter| adapter.forget(request, ino, lookups));
+    }
+
+    fn ioctl(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        flags: IoctlFlags,
+        command: u32,
+        input: &[u8],
+        output_bytes: u32,
+        reply: ReplyIoctl,
+    ) {
+        if let Some(gate) = self.gate.as_ref().filter(|gate| gate.rehearses()) {
+            rehearsal::claim(input, REQUEST_BYTES_MAX);
+            reply.ioctl(0, &[]);
+            // The next request of the rehearsal is for another thread.
+            drop(gate.enter());
+            return;
+        }
+        self.watch(asked(Op::Ioctl, request, ino), |adapter| {
+            adapter.ioctl(request, ino, fh, flags, command, input, output_bytes, reply);
+        });
     }
 
     watched! {
@@ -151,10 +176,6 @@ impl Filesystem for InstrumentedFs {
             sleep: bool, reply: ReplyEmpty
         ) ranged(Op::Setlk, r, ino, start, end.saturating_sub(start).saturating_add(1));
         bmap(r, ino: INodeNo, block_bytes: u32, index: u64, reply: ReplyBmap) asked(Op::Bmap, r, ino);
-        ioctl(
-            r, ino: INodeNo, fh: FileHandle, flags: IoctlFlags, command: u32, input: &[u8],
-            output_bytes: u32, reply: ReplyIoctl
-        ) asked(Op::Ioctl, r, ino);
         poll(
             r, ino: INodeNo, fh: FileHandle, notifier: PollNotifier, events: PollEvents, flags: PollFlags,
             reply: ReplyPoll

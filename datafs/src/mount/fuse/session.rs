@@ -18,7 +18,8 @@ use super::point::{self, Attach};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::fs::View;
-use crate::mount::coherence::Coherence;
+use crate::mount::coherence::teller::Teller;
+use crate::mount::coherence::{Coherence, Doubt};
 use crate::mount::convert::Inodes;
 use crate::mount::handles::Handles;
 use crate::mount::handover::Held;
@@ -29,7 +30,6 @@ use crate::mount::observe::stats::MountStats;
 use crate::mount::observe::watch::Watch;
 use crate::mount::opening::{self, Open, Opening};
 use crate::mount::options::MountOptions;
-use crate::node::Node;
 
 /// Grace period for open files after an unmount; then the mount aborts the connection.
 const GRACE: Duration = Duration::from_secs(3);
@@ -299,14 +299,14 @@ fn take_off(at: &Path) {
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
 
 impl Started {
-    /// Starts the threads that serve the kernel's requests. `open` are nodes of which the kernel may have
+    /// Starts the threads that serve the kernel's requests. `open` are files of which the kernel may have
     /// outdated data.
     fn serve(
         &self,
         source: Source<'_>,
         options: &MountOptions,
         (way, at): (Open, &Path),
-        open: &[Node],
+        open: &[Doubt],
     ) -> io::Result<Served> {
         let Started { handles, locks, coherence, watch } = self;
         let mut config = fuser::Config::default();
@@ -321,14 +321,15 @@ impl Started {
             Source::Held(held) => Some(Arc::clone(&held.gate)),
         };
         let file_system = InstrumentedFs { adapter, watch: Arc::clone(watch), gate };
-        let (session, own_device) = match source {
+        let (session, own_device, rehearsed) = match source {
             Source::Own(device) => {
                 let own_device = File::from(device.try_clone()?);
-                (Session::from_fd(file_system, device, acl, config)?, own_device)
+                (Session::from_fd(file_system, device, acl, config)?, own_device, None)
             }
             Source::Held(held) => {
-                let session = held.begin(|socket| Session::from_fd(file_system, socket, acl, config))?;
-                (session, held.device()?)
+                let (session, rehearsed) =
+                    held.rehearse(|socket| Session::from_fd(file_system, socket, acl, config))?;
+                (session, held.device()?, Some((held, rehearsed)))
             }
         };
         let is_own = handles.registrar().is_none_or(|registrar| matches!(**registrar, Registrar::Own(_)));
@@ -340,29 +341,53 @@ impl Started {
         }
         if !handles.view.is_snapshot() {
             locks.start(handles)?;
-            // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
-            let wake = Arc::downgrade(locks);
-            let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
-            if let Err(error) = coherence.start(&handles.view, session.notifier(), own_device, wake) {
-                tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
-            }
-            if !open.is_empty() {
-                coherence.doubts(open);
-            }
         }
-        let ended = Arc::new(Ended::default());
-        let at_end = SetAtEnd(Arc::clone(&ended));
-        let path = at.display().to_string();
-        let thread = std::thread::Builder::new().name("datafs-mount".into()).spawn(move || {
-            let _at_end = at_end;
-            let result = session.run();
-            if let Err(error) = &result {
-                tracing::error!(%error, path, "a mount ended with an error");
-            }
-            result
-        })?;
-        Ok((thread, ended))
+        let Some((held, rehearsed)) = rehearsed else {
+            self.attend(|| Ok(Teller::new(own_device)), open);
+            return run(session, at);
+        };
+        let served = run(session, at)?;
+        held.begin(rehearsed, options.threads)?;
+        self.attend(|| Teller::apart(own_device), open);
+        held.gate.open();
+        Ok(served)
     }
+
+    /// Starts to tell the kernel of changes by others. `open` are files of which it may have outdated data.
+    fn attend(&self, teller: impl FnOnce() -> io::Result<Teller>, open: &[Doubt]) {
+        let Started { handles, locks, coherence, .. } = self;
+        if handles.view.is_snapshot() {
+            return;
+        }
+        // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
+        let wake = Arc::downgrade(locks);
+        let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
+        let failed = |e| Error::io("start the process that tells the kernel of changes of", "a mount", e);
+        let started =
+            teller().map_err(failed).and_then(|teller| coherence.start(&handles.view, teller, wake));
+        if let Err(error) = started {
+            tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
+        }
+        if !open.is_empty() {
+            coherence.doubts(open);
+        }
+    }
+}
+
+/// Runs the threads of a session until the mount ends.
+fn run(session: Session<InstrumentedFs>, at: &Path) -> io::Result<Served> {
+    let ended = Arc::new(Ended::default());
+    let at_end = SetAtEnd(Arc::clone(&ended));
+    let path = at.display().to_string();
+    let thread = std::thread::Builder::new().name("datafs-mount".into()).spawn(move || {
+        let _at_end = at_end;
+        let result = session.run();
+        if let Err(error) = &result {
+            tracing::error!(%error, path, "a mount ended with an error");
+        }
+        result
+    })?;
+    Ok((thread, ended))
 }
 
 impl Mount {

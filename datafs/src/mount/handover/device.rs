@@ -4,11 +4,10 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read as _, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::sys::stat::{fstat, major, minor};
 
 /// Device number of `/dev/fuse`.
@@ -16,7 +15,7 @@ const FUSE_DEVICE: (u64, u64) = (10, 229);
 /// The smallest buffer that the kernel accepts for a read of the device.
 const READ_BYTES: usize = 8 << 10;
 /// Bytes of a request header and of a reply header.
-const REQUEST_HEADER: usize = 40;
+pub(super) const REQUEST_HEADER: usize = 40;
 const REPLY_HEADER: usize = 16;
 /// Offsets behind the headers: `flags` and `flags2` of the request and of the reply.
 const REQUEST_FLAGS: [usize; 2] = [REQUEST_HEADER + 12, REQUEST_HEADER + 16];
@@ -58,23 +57,6 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// A pair of sockets through which a server answers the recorded INIT: its end, and the other end, in which the
-/// request already waits.
-pub(super) fn rehearsal(init: &[u8]) -> io::Result<(OwnedFd, File)> {
-    let (theirs, mine) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-    let mut mine = File::from(mine);
-    mine.write_all(init)?;
-    Ok((theirs, mine))
-}
-
-/// The server's answer to INIT.
-pub(super) fn read_reply(mut rehearsal: &File) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; READ_BYTES];
-    let len = rehearsal.read(&mut bytes)?;
-    bytes.truncate(len);
-    Ok(bytes)
-}
-
 /// Gives the kernel the answer to INIT. A server that died just after it did the same is no error.
 pub(super) fn write_reply(mut device: &File, reply: &[u8]) -> io::Result<()> {
     match device.write_all(reply) {
@@ -83,10 +65,10 @@ pub(super) fn write_reply(mut device: &File, reply: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Puts the device in the place of another descriptor of this process.
-pub(super) fn replace(place: BorrowedFd<'_>, device: &File) -> io::Result<()> {
+/// Puts the device in the place of another open descriptor of this process.
+pub(super) fn replace(place: RawFd, device: &File) -> io::Result<()> {
     // SAFETY: both descriptors are open. Whoever owns `place` goes on owning it; it refers to the device then.
-    Errno::result(unsafe { libc::dup3(device.as_raw_fd(), place.as_raw_fd(), libc::O_CLOEXEC) })?;
+    Errno::result(unsafe { libc::dup3(device.as_raw_fd(), place, libc::O_CLOEXEC) })?;
     Ok(())
 }
 

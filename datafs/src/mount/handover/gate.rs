@@ -11,6 +11,8 @@ use parking_lot::{RwLock, RwLockReadGuard};
 pub(in crate::mount) struct Gate {
     requests: RwLock<()>,
     closed: AtomicBool,
+    /// All requests come from [`super::rehearsal::Rehearsal`].
+    rehearses: AtomicBool,
 }
 
 impl Gate {
@@ -24,6 +26,16 @@ impl Gate {
         if !self.closed.swap(true, Ordering::AcqRel) {
             std::mem::forget(self.requests.write());
         }
+    }
+
+    /// Says whether the threads of the server rehearse.
+    pub(super) fn set_rehearses(&self, rehearses: bool) {
+        self.rehearses.store(rehearses, Ordering::Release);
+    }
+
+    /// Whether a request is one of a rehearsal.
+    pub(in crate::mount) fn rehearses(&self) -> bool {
+        self.rehearses.load(Ordering::Acquire)
     }
 
     /// Opens the gate again: the requests that have waited go on. Only for the thread that has closed it.

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -19,6 +19,7 @@ use super::gate::Gate;
 use super::journal::{Journal, Left};
 use super::place;
 use super::protocol::{Attached, MountWish, WITHDRAWAL};
+use super::rehearsal::Rehearsal;
 use crate::error::{Error, Result};
 use crate::fs::View;
 use crate::mount::fuse::passthrough::Registrar;
@@ -141,32 +142,51 @@ impl Held {
         Ok(())
     }
 
-    /// Starts a session on the device. `start` gets a socket that plays the recorded INIT; afterwards the device
-    /// takes the socket's place, and the kernel sends unanswered requests again.
-    pub(in crate::mount) fn begin<F: Filesystem>(
+    /// Starts a session on a socket that plays the recorded INIT, and closes the gate for the threads that will
+    /// serve it. [`Held::begin`] puts the device in the socket's place.
+    pub(in crate::mount) fn rehearse<F: Filesystem>(
         &self,
         start: impl FnOnce(OwnedFd) -> io::Result<Session<F>>,
-    ) -> io::Result<Session<F>> {
+    ) -> io::Result<(Session<F>, Rehearsed)> {
         let (init, recorded) = {
             let attached = self.attached.lock();
             (attached.init.clone(), attached.reply.clone())
         };
-        let (socket, other) = device::rehearsal(&device::narrowed(&init, recorded.as_deref()))?;
+        let (socket, rehearsal) = Rehearsal::new(&device::narrowed(&init, recorded.as_deref()))?;
+        let place = socket.as_raw_fd();
         let session = start(socket)?;
-        let reply = device::read_reply(&other)?;
-        if recorded.is_none() {
-            device::write_reply(&self.device, &reply)?;
+        let reply = rehearsal.reply()?;
+        self.gate.close();
+        self.gate.set_rehearses(true);
+        Ok((session, Rehearsed { rehearsal, place, reply, is_first: recorded.is_none() }))
+    }
+
+    /// Gives the device to the threads of a session, which run; the kernel sends unanswered requests again. They
+    /// wait at the gate until the caller opens it. After an error the threads end.
+    pub(in crate::mount) fn begin(&self, rehearsed: Rehearsed, threads: usize) -> io::Result<()> {
+        let begun = self.begin_on(&rehearsed, threads);
+        self.gate.set_rehearses(false);
+        // The threads read the end of the socket, unless the device is in its place.
+        drop(rehearsed.rehearsal);
+        begun.inspect_err(|_| self.gate.open())
+    }
+
+    fn begin_on(&self, rehearsed: &Rehearsed, threads: usize) -> io::Result<()> {
+        let Rehearsed { rehearsal, place, reply, is_first } = rehearsed;
+        rehearsal.prepare(threads)?;
+        if *is_first {
+            device::write_reply(&self.device, reply)?;
         }
-        device::replace(session.as_fd(), &self.device)?;
         let resends = device::resend(&self.device)?;
         if !resends {
             tracing::warn!(
                 "the kernel cannot hand this mount over (it takes Linux 6.9): the end of this process ends it"
             );
         }
-        self.client.negotiated(&reply, resends)?;
-        self.attached.lock().reply.get_or_insert(reply);
-        Ok(session)
+        self.client.negotiated(reply, resends)?;
+        self.attached.lock().reply.get_or_insert_with(|| reply.clone());
+        // The threads wait at the gate, so the descriptor is open.
+        device::replace(*place, &self.device)
     }
 
     /// Starts to hear the holder. `hand_over` runs when another server is to take the mount over. It gets a
@@ -285,6 +305,18 @@ impl Held {
     pub(super) fn second() -> Error {
         Error::Invalid("a process serves one held live volume: serve each in a process of its own".into())
     }
+}
+
+/// A session that has answered INIT, on a socket in the place of the device.
+#[derive(Debug)]
+pub(in crate::mount) struct Rehearsed {
+    rehearsal: Rehearsal,
+    /// The session's descriptor of the socket.
+    place: RawFd,
+    /// The answer to INIT.
+    reply: Vec<u8>,
+    /// The kernel waits for the answer.
+    is_first: bool,
 }
 
 /// The last word of the holder in the control pipe.

@@ -652,12 +652,12 @@ impl Shared {
     fn unmount(&self, rights: Rights, path: &Path) -> Result<(), String> {
         let target = &Shared::target_of(rights, path)?;
         let _turn = self.turn(target)?;
-        let number = match self.state.lock().mounts.get(target) {
-            Some(held) if rights.reaches(held.owner) => held.number.clone(),
+        let (number, is_dead) = match self.state.lock().mounts.get(target) {
+            Some(held) if rights.reaches(held.owner) => (held.number.clone(), held.server.is_none()),
             _ => return Err(format!("nothing is mounted at {} by this holder", target.display())),
         };
         // Not under the lock of the state: the end of a mount may wait for its server.
-        place::detach(target, &number)
+        place::detach(target, &number, is_dead)
             .map_err(|error| format!("cannot unmount {}: {error}", target.display()))?;
         let mut state = self.state.lock();
         if state.mounts.get(target).is_some_and(|held| held.number == number) {
@@ -724,7 +724,7 @@ impl Held {
         let number = mounted.ok_or_else(|| failed(io::Error::other("the folder was moved meanwhile")))?;
         let made = || -> io::Result<_> { Ok((device::read_init(&device)?, Journal::create()?)) };
         let (init, journal) = made().map_err(failed).inspect_err(|_: &Error| {
-            if let Err(error) = place::detach(target, &number) {
+            if let Err(error) = place::detach(target, &number, true) {
                 tracing::warn!(%error, path = %target.display(), "a failed mount could not be taken off");
             }
         })?;
@@ -761,7 +761,7 @@ impl Held {
 
     /// Ends a mount without a server.
     fn take_off(self, target: &Path) {
-        if let Err(error) = place::detach(target, &self.number) {
+        if let Err(error) = place::detach(target, &self.number, true) {
             tracing::warn!(%error, path = %target.display(), "a mount without a server stays");
         }
     }

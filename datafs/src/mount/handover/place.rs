@@ -73,7 +73,7 @@ impl Place {
             }
             tracing::info!(path = %self.path.display(), "taking off a mount whose process has died");
             let failed = |source| point::refused("take off the dead mount at", &self.path, source);
-            self.detach().map_err(failed)?;
+            self.detach(true).map_err(failed)?;
             self = Place::open(&self.path)
                 .map_err(|source| point::refused("open mount point", &self.path, source))?;
         }
@@ -124,10 +124,12 @@ impl Place {
         point::attach_through(&self.path, &self.through(), how)
     }
 
-    /// Detaches the mount here. The path is free at once; open files stay usable.
-    fn detach(&self) -> io::Result<()> {
+    /// Detaches the mount here. The path is free at once; open files stay usable while a server lives. Without one,
+    /// `end` fails the requests that wait: otherwise the kernel may wait for their answers for ever.
+    fn detach(&self, end: bool) -> io::Result<()> {
         if point::is_privileged() {
-            return Ok(umount2(&self.through(), MntFlags::MNT_DETACH)?);
+            let force = if end { MntFlags::MNT_FORCE } else { MntFlags::empty() };
+            return Ok(umount2(&self.through(), MntFlags::MNT_DETACH | force)?);
         }
         point::detach(&self.path, true)
     }
@@ -148,15 +150,15 @@ fn is_missing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR | libc::ELOOP))
 }
 
-/// Detaches a mount from its path, unless another one is there by now.
-pub(super) fn detach(path: &Path, number: &str) -> io::Result<()> {
+/// Detaches a mount from its path, unless another one is there by now. `end` is for a mount without a server.
+pub(super) fn detach(path: &Path, number: &str, end: bool) -> io::Result<()> {
     let place = match Place::open(path) {
         Ok(place) => place,
         Err(error) if is_missing(&error) => return Ok(()),
         Err(error) => return Err(error),
     };
     match place.mounted().map_err(io::Error::other)? {
-        Some(found) if found == number => place.detach(),
+        Some(found) if found == number => place.detach(end),
         _ => Ok(()),
     }
 }

@@ -7,19 +7,20 @@ use super::held::Held;
 use super::journal::{self, Left, OpenRecord};
 use crate::error::Result;
 use crate::fs::{OpenFile, OpenFlags};
+use crate::mount::coherence::Doubt;
 use crate::mount::fuse::passthrough::Backing;
 use crate::mount::handles::{Handles, Lost};
 use crate::mount::locks::Locks;
 use crate::node::Node;
 
 impl Held {
-    /// Takes over what earlier servers of the mount had, before this one serves. Returns the nodes that are open.
+    /// Takes over what earlier servers of the mount had, before this one serves. Returns the open files.
     pub(in crate::mount) fn restore(
         &self,
         handles: &Handles,
         locks: &Locks,
         left: &Left,
-    ) -> Result<Vec<Node>> {
+    ) -> Result<Vec<Doubt>> {
         let view = &handles.view;
         let shared = &view.shared;
         let is_live = !view.is_snapshot();
@@ -60,11 +61,12 @@ impl Held {
             }
         }
         let uncommitted: HashSet<u64> = left.uncommitted.iter().copied().collect();
-        let mut nodes = Vec::new();
+        let mut doubts = Vec::new();
         let (mut files, mut lost_files) = (0u64, 0u64);
         for (slot, record, file) in open {
             let node = file.node();
-            let lost = self.lost(record, &file, left.overflowed || uncommitted.contains(&node.ino))?;
+            let is_uncommitted = left.overflowed || uncommitted.contains(&node.ino);
+            let lost = self.lost(record, &file, is_uncommitted)?;
             files += 1;
             lost_files += u64::from(lost.is_some());
             let backing = match (record.backing, handles.backing_of(node), handles.registrar()) {
@@ -73,7 +75,9 @@ impl Held {
                 (id, None, Some(registrar)) => Some(Arc::new(Backing::inherited(registrar, id))),
             };
             handles.inherit(file, (slot, record), lost, backing);
-            nodes.push(node);
+            // A file that cannot be looked at has lost its name, or worse.
+            let is_same = view.getattr(node).is_ok_and(|attr| attr.data_version == record.data_version);
+            doubts.push(Doubt { node, contents: is_uncommitted || lost.is_some() || !is_same });
         }
         self.journal.forget(&left.uncommitted);
         if left.overflowed {
@@ -91,7 +95,7 @@ impl Held {
                 "took a mount over from the server before"
             );
         }
-        Ok(nodes)
+        Ok(doubts)
     }
 
     /// What the crash of the server before has cost an open file.
