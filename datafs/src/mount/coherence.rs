@@ -34,15 +34,17 @@ pub(super) mod inode_table;
 pub(super) mod lifetime;
 pub(super) mod removed;
 pub(super) mod stale_retry;
-pub(super) mod teller;
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use fuser::{INodeNo, Notifier};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
@@ -56,7 +58,6 @@ use inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
 use lifetime::IN_FLIGHT;
 use removed::Removed;
 use stale_retry::StaleRetries;
-use teller::Teller;
 
 /// After an unknown change the kernel may cache no attributes for this time. A stream of unknown changes then
 /// costs no more than a request for each access.
@@ -68,6 +69,9 @@ const PUT_OFF: Duration = Duration::from_millis(5);
 const PUT_OFF_TIMES: u32 = 40;
 /// Longest wait for a notification in progress. A notification of contents waits for reads in progress.
 const NOTIFIED_MAX: Duration = Duration::from_millis(100);
+/// The FUSE notification code of a name, and its flag that expires the name instead of invalidating it.
+const NOTIFY_INVAL_ENTRY: i32 = 3;
+const EXPIRE_ONLY: u32 = 1;
 
 /// The record of what the kernel of one mount caches, and the thread that revokes it.
 #[derive(Debug)]
@@ -89,7 +93,9 @@ pub(super) struct Coherence {
     changes: AtomicU64,
     queue: Mutex<Queue>,
     arrived: Condvar,
-    teller: OnceLock<Teller>,
+    notifier: OnceLock<Notifier>,
+    /// The mount's FUSE device, for a notification flag that the library does not support.
+    device: OnceLock<File>,
     start: Instant,
     running: Mutex<Option<(Watch, JoinHandle<()>)>>,
 }
@@ -114,11 +120,14 @@ enum News {
 }
 
 /// An open file that another server has opened.
+///
+/// Without need the kernel is not told to drop its pages: that notification waits for reads in progress, and a server
+/// that is killed meanwhile does not end before the next one, which waits for its end, has answered them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Doubt {
     pub(super) node: Node,
-    /// The kernel may have other contents too. Not said of a file without need: it waits for reads in progress.
-    pub(super) contents: bool,
+    /// The version of the contents that the kernel may have pages of.
+    pub(super) data_version: u64,
 }
 
 /// The result of checking the kernel's cached data at an open.
@@ -150,7 +159,8 @@ impl Coherence {
             changes: AtomicU64::new(0),
             queue: Mutex::default(),
             arrived: Condvar::new(),
-            teller: OnceLock::new(),
+            notifier: OnceLock::new(),
+            device: OnceLock::new(),
             start: Instant::now(),
             running: Mutex::default(),
         }
@@ -166,11 +176,13 @@ impl Coherence {
     pub(super) fn start(
         self: &Arc<Self>,
         view: &View,
-        teller: Teller,
+        notifier: Notifier,
+        device: File,
         woken: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         // Set only here, once.
-        let _ = self.teller.set(teller);
+        let _ = self.notifier.set(notifier);
+        let _ = self.device.set(device);
         let to = Arc::clone(self);
         let watch = view.watch(Arc::new(move |changed| {
             to.heard(changed);
@@ -192,16 +204,26 @@ impl Coherence {
         self.known.lock().inherits();
     }
 
-    /// Makes the kernel drop attributes of open files and of the root, which others may have changed while no server
-    /// listened.
-    pub(super) fn doubts(&self, open: &[Doubt]) {
+    /// Makes the kernel drop attributes of open files and of the root, and the pages of those files that were written:
+    /// others may have done so while no server listened. To be called after [`Coherence::start`], which hears of later
+    /// changes.
+    pub(super) fn doubts(&self, view: &View, open: &[Doubt]) {
+        let caught_up = view.catch_up().is_ok();
+        let news: Vec<_> = open
+            .iter()
+            .filter(|doubt| doubt.node.is_live())
+            .map(|doubt| {
+                // A file that cannot be looked at has lost its name, or worse.
+                let version = view.getattr(doubt.node).ok().map(|attr| attr.data_version);
+                match caught_up && version == Some(doubt.data_version) {
+                    true => News::Attributes(doubt.node.ino),
+                    false => News::Contents(doubt.node.ino),
+                }
+            })
+            .collect();
         let mut queue = self.queue.lock();
         queue.news.push_back(News::Attributes(Node::LIVE_ROOT.ino));
-        let live = open.iter().filter(|doubt| doubt.node.is_live());
-        queue.news.extend(live.map(|&Doubt { node, contents }| match contents {
-            true => News::Contents(node.ino),
-            false => News::Attributes(node.ino),
-        }));
+        queue.news.extend(news);
         self.arrived.notify_all();
     }
 
@@ -333,8 +355,8 @@ impl Coherence {
     /// kernel drops an attribute reply when another notification arrives meanwhile, and then reads no further
     /// than the old size. Like [`Coherence::drops`], not for a serving thread.
     pub(super) fn reaches(&self, attr: &Attr, last: u8) {
-        let Some((teller, end)) = self.teller.get().zip(attr.size.checked_sub(1)) else { return };
-        if let Err(error) = teller.store(self.inodes.ino(attr.node).0, end, last) {
+        let Some((notifier, end)) = self.notifier.get().zip(attr.size.checked_sub(1)) else { return };
+        if let Err(error) = notifier.store(self.inodes.ino(attr.node), end, &[last]) {
             tracing::debug!(%error, "telling the kernel of the length of a file");
         }
     }
@@ -485,9 +507,9 @@ impl Coherence {
     /// Sends a notification. Delays it while a thread walks a path to refresh the size of this file: the kernel
     /// would drop the reply with the size. The limit is [`PUT_OFF_TIMES`] delays.
     fn say_or_put_off(&self, news: &News, times: u32) {
-        let Some(teller) = self.teller.get() else { return };
+        let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
         let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;
-        let ino = self.inodes.ino(Node { snapshot: 0, ino: *of }).0;
+        let ino = self.inodes.ino(Node { snapshot: 0, ino: *of });
         let is_name = matches!(news, News::Name(..));
         if !is_name {
             let mut known = self.known.lock();
@@ -502,11 +524,11 @@ impl Coherence {
             known.notifies(*of);
         }
         let said = match news {
-            News::Attributes(_) => teller.drop_attributes(ino),
-            News::Contents(_) => teller.drop_contents(ino),
+            News::Attributes(_) => notifier.inval_inode(ino, -1, 0),
+            News::Contents(_) => notifier.inval_inode(ino, 0, 0),
             // This kernel caches no names.
             News::Name(..) if !self.expires.load(Ordering::Relaxed) => Ok(()),
-            News::Name(_, name) => teller.expire(ino, name),
+            News::Name(_, name) => expire(device, ino, name),
         };
         if let Err(error) = said {
             tracing::debug!(%error, ?news, "telling the kernel of a change");
@@ -567,5 +589,28 @@ impl News {
         }
         let ino = keys::ino_of(record)?;
         Some(if keys::is_contents(record) { News::Contents(ino) } else { News::Attributes(ino) })
+    }
+}
+
+/// Expires a name: the kernel looks it up before it uses it again.
+fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()> {
+    // At most 255 bytes.
+    let name_len = name.len() as u32;
+    // The header of a reply (length, code, and request 0, because it answers no request), the notification, the
+    // name.
+    let len = 16 + 16 + name_len + 1;
+    let mut message = Vec::with_capacity(len as usize);
+    message.extend_from_slice(&len.to_ne_bytes());
+    message.extend_from_slice(&NOTIFY_INVAL_ENTRY.to_ne_bytes());
+    message.extend_from_slice(&0u64.to_ne_bytes());
+    message.extend_from_slice(&parent.0.to_ne_bytes());
+    message.extend_from_slice(&name_len.to_ne_bytes());
+    message.extend_from_slice(&EXPIRE_ONLY.to_ne_bytes());
+    message.extend_from_slice(name);
+    message.push(0);
+    match device.write_all(&message) {
+        // The kernel does not know the name.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        written => written,
     }
 }

@@ -203,7 +203,7 @@ impl Handles {
             streams: is(journal::STREAMS),
             kept,
         };
-        if lost.is_some()
+        if (lost.is_some() || record.data_version == journal::UNKNOWN_VERSION)
             && let Some(journal) = self.journal.get()
         {
             journal.update(slot, handle.record(record.number));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use fuser::{Session, SessionACL};
+use fuser::{Notifier, Session, SessionACL};
 use parking_lot::{Condvar, Mutex};
 
 use super::answer::Adapter;
@@ -18,7 +18,6 @@ use super::point::{self, Attach};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::fs::View;
-use crate::mount::coherence::teller::Teller;
 use crate::mount::coherence::{Coherence, Doubt};
 use crate::mount::convert::Inodes;
 use crate::mount::handles::Handles;
@@ -342,19 +341,20 @@ impl Started {
         if !handles.view.is_snapshot() {
             locks.start(handles)?;
         }
+        let notifier = session.notifier();
         let Some((held, rehearsed)) = rehearsed else {
-            self.attend(|| Ok(Teller::new(own_device)), open);
+            self.attend(notifier, own_device, open);
             return run(session, at);
         };
         let served = run(session, at)?;
         held.begin(rehearsed, options.threads)?;
-        self.attend(|| Teller::apart(own_device), open);
+        self.attend(notifier, own_device, open);
         held.gate.open();
         Ok(served)
     }
 
     /// Starts to tell the kernel of changes by others. `open` are files of which it may have outdated data.
-    fn attend(&self, teller: impl FnOnce() -> io::Result<Teller>, open: &[Doubt]) {
+    fn attend(&self, notifier: Notifier, device: File, open: &[Doubt]) {
         let Started { handles, locks, coherence, .. } = self;
         if handles.view.is_snapshot() {
             return;
@@ -362,14 +362,11 @@ impl Started {
         // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
         let wake = Arc::downgrade(locks);
         let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
-        let failed = |e| Error::io("start the process that tells the kernel of changes of", "a mount", e);
-        let started =
-            teller().map_err(failed).and_then(|teller| coherence.start(&handles.view, teller, wake));
-        if let Err(error) = started {
+        if let Err(error) = coherence.start(&handles.view, notifier, device, wake) {
             tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
         }
         if !open.is_empty() {
-            coherence.doubts(open);
+            coherence.doubts(&handles.view, open);
         }
     }
 }

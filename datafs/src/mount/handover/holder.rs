@@ -653,7 +653,7 @@ impl Shared {
         let target = &Shared::target_of(rights, path)?;
         let _turn = self.turn(target)?;
         let (number, is_dead) = match self.state.lock().mounts.get(target) {
-            Some(held) if rights.reaches(held.owner) => (held.number.clone(), held.server.is_none()),
+            Some(held) if rights.reaches(held.owner) => (held.number.clone(), held.waits_forever()),
             _ => return Err(format!("nothing is mounted at {} by this holder", target.display())),
         };
         // Not under the lock of the state: the end of a mount may wait for its server.
@@ -751,6 +751,12 @@ impl Held {
         self.server.as_ref().is_some_and(|server| server.connection == connection)
     }
 
+    /// Whether nobody answers the requests of the mount. Not where another program has ended it: the number may be that
+    /// of a later mount by now.
+    fn waits_forever(&self) -> bool {
+        self.server.is_none() && !device::has_ended(&self.device)
+    }
+
     /// Refuses a client that may not use this mount.
     fn check_reach(&self, rights: Rights) -> Result<(), String> {
         match rights.reaches(self.owner) {
@@ -761,7 +767,7 @@ impl Held {
 
     /// Ends a mount without a server.
     fn take_off(self, target: &Path) {
-        if let Err(error) = place::detach(target, &self.number, true) {
+        if let Err(error) = place::detach(target, &self.number, self.waits_forever()) {
             tracing::warn!(%error, path = %target.display(), "a mount without a server stays");
         }
     }

@@ -54,6 +54,9 @@ const INODE: u32 = 1 << 30;
 /// The slot is used.
 const USED: u32 = 1 << 31;
 
+/// The data version of an open file of which the kernel may have lost contents. No file has it.
+pub(in crate::mount) const UNKNOWN_VERSION: u64 = u64::MAX;
+
 /// An open file in the journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::mount) struct OpenRecord {

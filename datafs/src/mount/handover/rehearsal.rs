@@ -12,13 +12,16 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 
 use nix::errno::Errno;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike as _};
 use nix::unistd::{SysconfVar, geteuid, sysconf};
 
 use super::device::REQUEST_HEADER;
 
 /// The most bytes of the answer to INIT.
 const REPLY_BYTES: usize = 8 << 10;
+/// How long a thread may take for its memory. Not all threads may have started: the system limits their number.
+const PATIENCE_S: i64 = 60;
 /// Operation code of IOCTL, the only operation with input that the kernel never sends alone for a file.
 const IOCTL: u32 = 39;
 /// Bytes of an IOCTL request between the header and the input, and of the input.
@@ -36,6 +39,7 @@ impl Rehearsal {
     pub(super) fn new(init: &[u8]) -> io::Result<(OwnedFd, Rehearsal)> {
         let (theirs, mine) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        setsockopt(&mine, sockopt::ReceiveTimeout, &TimeVal::seconds(PATIENCE_S))?;
         let mut socket = File::from(mine);
         socket.write_all(init)?;
         Ok((theirs, Rehearsal { socket }))
@@ -78,24 +82,22 @@ fn request() -> Vec<u8> {
     bytes
 }
 
-/// Gets the memory of the buffer in which a request of a rehearsal has arrived, and keeps it out of processes that
-/// this one forks: memory that is shared with them is as if it were not there. `input` is the request's input, `bytes`
-/// is the size of the largest request.
+/// Gets the memory of the buffer in which a request of a rehearsal has arrived. `input` is the request's input,
+/// `bytes` is the size of the largest request. A fork would share the memory, which undoes this until the next request;
+/// servers of held mounts do not fork.
 pub(in crate::mount) fn claim(input: &[u8], bytes: usize) {
     let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().unwrap_or(4096) as usize;
     let begin = input.as_ptr().addr() - REQUEST_HEADER - IOCTL_FIXED;
     let aligned = begin / page * page;
     let len = begin + bytes - aligned;
-    for advice in [libc::MADV_DONTFORK, libc::MADV_POPULATE_WRITE] {
-        // SAFETY: neither changes the content here. Without the buffer a forked process is whole as well: only the
-        // threads of this one use it.
-        let claimed = unsafe { libc::madvise(std::ptr::without_provenance_mut(aligned), len, advice) };
-        if let Err(error) = Errno::result(claimed) {
-            tracing::warn!(
-                %error,
-                "no memory for the requests of a mount: if this process is killed, a program may get an error"
-            );
-        }
+    let at = std::ptr::without_provenance_mut(aligned);
+    // SAFETY: the call changes no content, and fails where nothing is mapped.
+    let claimed = unsafe { libc::madvise(at, len, libc::MADV_POPULATE_WRITE) };
+    if let Err(error) = Errno::result(claimed) {
+        tracing::warn!(
+            %error,
+            "no memory for the requests of a mount: if this process is killed, a program may get an error"
+        );
     }
 }
 

@@ -67,6 +67,12 @@ impl Held {
             let node = file.node();
             let is_uncommitted = left.overflowed || uncommitted.contains(&node.ino);
             let lost = self.lost(record, &file, is_uncommitted)?;
+            let mut record = *record;
+            if is_uncommitted || lost.is_some() {
+                // In the journal, before it forgets the uncommitted inodes: this server may die before it has told the
+                // kernel.
+                record.data_version = journal::UNKNOWN_VERSION;
+            }
             files += 1;
             lost_files += u64::from(lost.is_some());
             let backing = match (record.backing, handles.backing_of(node), handles.registrar()) {
@@ -74,10 +80,8 @@ impl Held {
                 (_, Some(backing), _) => Some(backing),
                 (id, None, Some(registrar)) => Some(Arc::new(Backing::inherited(registrar, id))),
             };
-            handles.inherit(file, (slot, record), lost, backing);
-            // A file that cannot be looked at has lost its name, or worse.
-            let is_same = view.getattr(node).is_ok_and(|attr| attr.data_version == record.data_version);
-            doubts.push(Doubt { node, contents: is_uncommitted || lost.is_some() || !is_same });
+            handles.inherit(file, (slot, &record), lost, backing);
+            doubts.push(Doubt { node, data_version: record.data_version });
         }
         self.journal.forget(&left.uncommitted);
         if left.overflowed {
