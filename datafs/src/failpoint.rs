@@ -1,6 +1,6 @@
 //! Fail points: named places in the code where a test kills the process. `MILLRACE_FAILPOINT=name[:n]` kills
 //! a debug build with SIGKILL when it reaches that place for the n-th time (default 1). Other builds ignore
-//! it. A unit test may instead do something while a thread is at a place ([`suspend_at`]), as if other processes did it
+//! it. A unit test may instead do something while a thread is at a place (`suspend_at`), as if other processes did it
 //! while this one was suspended there.
 
 /// Marks a fail point.
