@@ -1,4 +1,4 @@
-"""The chart on the real kubelet of scripts/kubelab: volumes in pods, survival, training, serving, upgrade.
+"""The chart on the real kubelet of scripts/kubelab: volumes in pods, survival, training, serving, upgrade, tiers.
 
     python3 scripts/cluster-test --program P --runtime R [--kills N] [--keep] [STEP...]
 
@@ -19,12 +19,16 @@ import cluster  # noqa: E402
 import serving  # noqa: E402
 import stores  # noqa: E402
 import survival  # noqa: E402
+import tiers  # noqa: E402
 import training  # noqa: E402
 import volumes  # noqa: E402
 from objects import SYSTEM  # noqa: E402
 from paths import LabError  # noqa: E402
 
-STEPS = {"volumes": volumes.run, "survival": survival.run, "training": training.run, "serving": serving.run}
+STEPS = {
+    "volumes": volumes.run, "survival": survival.run, "training": training.run, "serving": serving.run,
+    "tiers": tiers.run,
+}
 
 
 def stopped(*_):

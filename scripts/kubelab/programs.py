@@ -15,6 +15,7 @@ KUBERNETES = "v1.34.1"
 NAMES = ["kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet"]
 TOOLS = {
     "helm": "helm.sh/helm/v3/cmd/helm@v3.18.4",
+    "kwok": "sigs.k8s.io/kwok/cmd/kwok@v0.7.0",
 }
 PACKAGES = ["busybox-static", "containerd", "containernetworking-plugins", "etcd-server", "runc"]
 # Programs of the machine, and the packages that have them.

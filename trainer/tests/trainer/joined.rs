@@ -219,7 +219,8 @@ fn postgres_and_a_shared_store_serve_workers_of_other_homes() {
 
 /// Trains a job with workers that join, die and leave, and compares it with one worker alone.
 fn come_and_go(setup: &(dyn Fn() -> Setup + Sync), share: &(dyn Fn(&mut Orders) + Sync)) {
-    let more = "epochs_max = 600\ncheckpoint_every_steps = 700";
+    // Long enough for workers that start slowly.
+    let more = "epochs_max = 1200\ncheckpoint_every_steps = 700";
     let plain = run(setup(), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
 
     let mut workers: Vec<Worker> = Vec::new();
