@@ -25,6 +25,12 @@ use serde_json::Value;
 /// Deadline for any condition; generous since two cores run many tests at once.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Copies a program by another process. A file that this one writes could not be run (ETXTBSY) while a process that
+/// another test starts still has it open.
+pub fn copy_program(from: &Path, to: &Path) {
+    assert!(Command::new("cp").args([from, to]).status().unwrap().success());
+}
+
 /// The project's root folder.
 pub fn project() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))

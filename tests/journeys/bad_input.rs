@@ -15,7 +15,7 @@ use millrace_serving::wire::Form;
 use object_store::local::LocalFileSystem;
 use tonic::Code;
 
-use crate::support::{Home, Service, Tmpfs, failure, files_below};
+use crate::support::{Home, Service, Tmpfs, copy_program, failure, files_below};
 
 const RECORDS: &str = r#"{"id":1,"x":[0.5,1.5],"label":0}
 {"id":2,"x":[2.5,3.5],"label":1}
@@ -168,7 +168,7 @@ fn no_permission_to_mount_is_explained() {
     home.ok(["volume", "create", "v"]);
     // Gives the home to a user without privileges.
     let program = home.dir.path().join("millrace");
-    std::fs::copy(env!("CARGO_BIN_EXE_millrace"), &program).unwrap();
+    copy_program(env!("CARGO_BIN_EXE_millrace").as_ref(), &program);
     let open = |path: &Path| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
     open(home.dir.path());
     for path in walk(&home.path()) {

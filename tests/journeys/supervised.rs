@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{Home, Service, fuse_permitted, operations, scrape, try_scrape, until};
+use crate::support::{Home, Service, copy_program, fuse_permitted, operations, scrape, try_scrape, until};
 
 /// The daemon of a supervised mount.
 fn daemon_of(supervisor: &Service) -> Option<i32> {
@@ -78,7 +78,7 @@ fn supervised_mount_moves_to_a_new_program_on_sigusr1() {
     home.ok(["volume", "create", "v"]);
     home.ok(["cp", home.file("content", &content).to_str().unwrap(), "v:/file"]);
     let (at, program) = (home.dir.path().join("mnt"), home.dir.path().join("millrace"));
-    std::fs::copy(home.command().get_program(), &program).unwrap();
+    copy_program(home.command().get_program().as_ref(), &program);
     let program = std::fs::canonicalize(program).unwrap();
     let mut command = Command::new(&program);
     command.current_dir(home.dir.path()).env("MILLRACE_HOME", home.path()).env_remove("MILLRACE_CONFIG");
@@ -89,7 +89,7 @@ fn supervised_mount_moves_to_a_new_program_on_sigusr1() {
     goes_on(&mut reader, "before", &content[..200_000]);
 
     let next = home.dir.path().join("next");
-    std::fs::copy(&program, &next).unwrap();
+    copy_program(&program, &next);
     std::fs::rename(&next, &program).unwrap();
     let file_of = |pid: i32| std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
     let first = daemon_of(&supervisor).unwrap();
@@ -163,7 +163,7 @@ fn supervised_mount_is_restored_after_the_program_is_replaced() {
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
     let (at, program) = (home.dir.path().join("mnt"), home.dir.path().join("millrace"));
-    std::fs::copy(home.command().get_program(), &program).unwrap();
+    copy_program(home.command().get_program().as_ref(), &program);
     let mut command = std::process::Command::new(&program);
     command.current_dir(home.dir.path()).env("MILLRACE_HOME", home.path()).env_remove("MILLRACE_CONFIG");
     command.args(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
