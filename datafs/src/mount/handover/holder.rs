@@ -751,7 +751,7 @@ impl Held {
         self.server.as_ref().is_some_and(|server| server.connection == connection)
     }
 
-    /// Whether nobody answers the requests of the mount. Not where another program has ended it: the number may be that
+    /// Whether no server answers the requests of the mount. Not where another program has ended it: the number may be that
     /// of a later mount by now.
     fn waits_forever(&self) -> bool {
         self.server.is_none() && !device::has_ended(&self.device)

@@ -1,4 +1,4 @@
-//! What a server does before it gets the device: it answers INIT, and each of its threads gets its memory.
+//! The rehearsal of a server before it gets the device: it answers INIT, and each of its threads gets its memory.
 //!
 //! The kernel copies a request into the buffer of a thread. If the process is killed while it does so and a page
 //! of the buffer is not there yet, the copy fails, and the program that waits gets EIO: the kernel does not send
@@ -22,7 +22,7 @@ use super::device::REQUEST_HEADER;
 const REPLY_BYTES: usize = 8 << 10;
 /// How long a thread may take for its memory. Not all threads may have started: the system limits their number.
 const PATIENCE_S: i64 = 60;
-/// Operation code of IOCTL, the only operation with input that the kernel never sends alone for a file.
+/// Operation code of IOCTL: its input shows where the buffer is, and its handler is on no hot path.
 const IOCTL: u32 = 39;
 /// Bytes of an IOCTL request between the header and the input, and of the input.
 const IOCTL_FIXED: usize = 32;
@@ -57,10 +57,19 @@ impl Rehearsal {
     /// so that the next request meets another one.
     pub(super) fn prepare(&self, threads: usize) -> io::Result<()> {
         let request = request();
-        for _ in 0..threads {
+        for ready in 0..threads {
             (&self.socket).write_all(&request)?;
-            if self.reply()?.is_empty() {
-                return Err(io::Error::other("the threads of the server have ended"));
+            match self.reply() {
+                Ok(reply) if reply.is_empty() => {
+                    return Err(io::Error::other("the threads of the server have ended"));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::Error::other(format!(
+                        "only {ready} of {threads} threads of the server are ready after {PATIENCE_S} s: raise the \
+                         limit of processes (ulimit -u, pids.max)"
+                    )));
+                }
+                answered => drop(answered?),
             }
         }
         Ok(())
