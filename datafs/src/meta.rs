@@ -14,6 +14,7 @@ mod committer;
 pub(crate) mod engine;
 mod file_space;
 mod group;
+mod group_state;
 pub(crate) mod inode;
 mod key_hash;
 pub(crate) mod keys;

@@ -173,8 +173,17 @@ impl Homes {
                 }
             }
         }
-        let root = if of_tenant { self.tenants.join(identity(&config)) } else { self.own.root.clone() };
-        Ok(Place { root, config })
+        if !of_tenant {
+            return Ok(Place { root: self.own.root.clone(), config });
+        }
+        let identity = identity(&config);
+        // Files of the driver's own home, by absolute paths, are no tenant's. One disk may hold all caches.
+        let unset = Config::default();
+        (config.meta_file, config.store_dir) = (unset.meta_file, unset.store_dir);
+        if config.cache_dir.is_absolute() {
+            config.cache_dir = config.cache_dir.join("tenants").join(&identity);
+        }
+        Ok(Place { root: self.tenants.join(identity), config })
     }
 
     /// The volumes of a home. Blocks until metadata and store answer.

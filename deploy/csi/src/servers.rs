@@ -33,10 +33,10 @@ const START_MAX: Duration = Duration::from_secs(60);
 const END_MAX: Duration = Duration::from_millis(1_500);
 /// Longest wait for `millrace umount`.
 const UNMOUNT_MAX: Duration = Duration::from_secs(3);
-/// Pauses between restarts.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(30));
+/// First and longest pause between restarts. Short, because the programs of a held mount wait meanwhile.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// After this uptime, the end of a server counts as the first again.
-const WELL_AFTER: Duration = Duration::from_secs(60);
+const WELL_AFTER: Duration = Duration::from_secs(10);
 /// Interval at which the driver looks whether an adopted server runs.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long a new driver tries to take over the mounts of an earlier one, and the pause between its attempts.

@@ -51,6 +51,27 @@ fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_passwo
 }
 
 #[test]
+fn a_tenant_shares_no_files_with_the_driver_or_with_another_tenant() {
+    let mut homes = homes();
+    let config = &mut homes.own.config;
+    (config.meta_file, config.store_dir) = ("/own/meta".into(), "/own/objects".into());
+    config.cache_dir = "/disk/cache".into();
+    let [one, other] = ["one", "other"].map(|schema| {
+        let mut secrets = secrets(&TENANT);
+        secrets.insert("meta_schema".into(), schema.into());
+        homes.place(&secrets).unwrap().config
+    });
+    assert!(one.meta_file.is_relative() && one.store_dir.is_relative());
+    assert!(
+        one.cache_dir.starts_with("/disk/cache/tenants")
+            && other.cache_dir.starts_with("/disk/cache/tenants")
+    );
+    assert_ne!(one.cache_dir, other.cache_dir);
+    let own = homes.place(&HashMap::new()).unwrap().config;
+    assert_eq!(own.cache_dir, Path::new("/disk/cache"));
+}
+
+#[test]
 fn a_secret_without_urls_only_adds_encryption_keys_to_the_home_of_the_driver() {
     let place = homes().place(&secrets(&[("encryption_keys.mine", "k")])).unwrap();
     let mut expected = homes().own.config;
