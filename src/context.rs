@@ -71,6 +71,14 @@ impl Context {
         Ok(())
     }
 
+    /// Awaits work that changes nothing. A signal abandons it.
+    pub(crate) async fn abandonable<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        tokio::select! {
+            done = work => done,
+            () = self.stop.cancelled() => Err(anyhow::Error::new(Interrupted)),
+        }
+    }
+
     /// Runs blocking work on a separate thread. Reading a terminal or a pipe, or waiting for a server, may
     /// block forever, so a signal abandons the thread.
     pub(crate) async fn run_abandonable<T: Send + 'static>(

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use millrace_leaf::error_chain;
 use millrace_leaf::{atomic_file, private};
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
@@ -286,7 +287,10 @@ impl Drop for Hold {
         }
         let key = keys::hold(self.shared.session.id());
         if let Err(error) = self.shared.meta.transact(Durability::Relaxed, |txn| txn.delete(&key)) {
-            tracing::warn!(%error, "garbage is not deleted before this process has ended");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "garbage is not deleted before this process has ended"
+            );
         }
     }
 }

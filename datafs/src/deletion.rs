@@ -59,7 +59,7 @@ pub(crate) enum Unneeded {
 }
 
 /// The outcome of deletions.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub(crate) struct Deletions {
     /// Objects deleted from the store.
     pub(crate) objects: usize,
@@ -67,6 +67,26 @@ pub(crate) struct Deletions {
     pub(crate) is_held: bool,
     /// Others are left for a later call.
     pub(crate) is_cut: bool,
+    /// Those that the store did not delete. They keep no other object from its deletion.
+    pub(crate) failed: Option<Failure>,
+}
+
+/// Objects that the store did not delete.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) objects: Vec<ObjectId>,
+    /// The first error.
+    pub(crate) error: Error,
+}
+
+impl Deletions {
+    fn add(&mut self, tried: Tried) {
+        self.objects += tried.deleted.len();
+        match (&mut self.failed, tried.failed) {
+            (Some(before), Some(failure)) => before.objects.extend(failure.objects),
+            (before, failure) => *before = before.take().or(failure),
+        }
+    }
 }
 
 /// A decision that is durable.
@@ -77,11 +97,20 @@ struct Decided {
     at: Duration,
 }
 
+/// What became of the first `count` objects of a decision.
+#[derive(Debug, Default)]
+struct Tried {
+    count: usize,
+    deleted: Vec<ObjectId>,
+    failed: Option<Failure>,
+}
+
 /// Numbers of the deletion records of this process.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 impl GarbageList<'_> {
-    /// Deletes those of the objects that nothing needs, in order, until a backup or restore holds them.
+    /// Deletes those of the objects that nothing needs, in order, until a backup or restore holds them. One that the
+    /// store does not delete is left, and told.
     pub(crate) fn delete_unneeded(
         self,
         objects: &[ObjectId],
@@ -95,12 +124,13 @@ impl GarbageList<'_> {
                 let Some(decided) = self.decide(&rest, why, slice)? else {
                     return Ok(Deletions { is_held: true, ..done });
                 };
-                let (deleted, result) = self.carry_out(&decided);
-                done.objects += deleted;
-                self.finish(&decided, deleted, why, slice)?;
+                let (tried, result) = self.carry_out(&decided);
+                self.finish(&decided, &tried.deleted, why, slice)?;
+                let count = tried.count;
+                done.add(tried);
                 result?;
-                rest = decided.objects[deleted..].to_vec();
-                if deleted == 0 && !rest.is_empty() {
+                rest = decided.objects[count..].to_vec();
+                if count == 0 && !rest.is_empty() {
                     // The metadata needs longer than a decision is good for.
                     return Ok(Deletions { is_cut: true, ..done });
                 }
@@ -152,29 +182,39 @@ impl GarbageList<'_> {
         Ok(Some(Decided { record, objects, at }))
     }
 
-    /// Deletes the objects of a decision while it is good. Returns how many, the first ones.
-    fn carry_out(self, decided: &Decided) -> (usize, Result<()>) {
-        let mut deleted = 0;
+    /// Deletes the objects of a decision while it is good. The error is one that the next objects would meet too: the
+    /// store is away, or this process ends.
+    fn carry_out(self, decided: &Decided) -> (Tried, Result<()>) {
+        let mut tried = Tried::default();
         for few in decided.objects.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
             if let Err(error) = self.collector.go_on(self.home) {
-                return (deleted, Err(error));
+                return (tried, Err(error));
             }
             if now().saturating_sub(decided.at) > DECIDED_MAX {
                 break;
             }
             failpoint::hit("gc-object-chosen");
-            if let Err(error) = self.pool.delete_all(few) {
-                return (deleted, Err(error.into()));
+            let (gone, result) = self.pool.delete_all(few);
+            let left: Vec<ObjectId> = few.iter().copied().filter(|id| !gone.contains(id)).collect();
+            tried.deleted.extend(gone);
+            if let Err(error) = result.map_err(Error::from) {
+                if error.is_retryable() {
+                    return (tried, Err(error));
+                }
+                match &mut tried.failed {
+                    Some(failure) => failure.objects.extend(left),
+                    None => tried.failed = Some(Failure { objects: left, error }),
+                }
             }
-            deleted += few.len();
+            tried.count += few.len();
             failpoint::hit("gc-object-deleted");
         }
-        (deleted, Ok(()))
+        (tried, Ok(()))
     }
 
     /// Removes the record of a decision. The objects that were deleted leave the garbage list, unless this process has
     /// lost its session or its turn.
-    fn finish(self, decided: &Decided, deleted: usize, why: Unneeded, slice: &Slice<'_>) -> Result<()> {
+    fn finish(self, decided: &Decided, deleted: &[ObjectId], why: Unneeded, slice: &Slice<'_>) -> Result<()> {
         if decided.objects.is_empty() {
             return Ok(());
         }
@@ -185,9 +225,7 @@ impl GarbageList<'_> {
                 checked => checked?,
             }
             if why == Unneeded::Garbage {
-                decided.objects[..deleted]
-                    .iter()
-                    .try_for_each(|object| txn.delete(&keys::garbage(*object)))?;
+                deleted.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))?;
             }
             Ok(Ok(()))
         })?;

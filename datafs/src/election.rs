@@ -74,14 +74,17 @@ pub(crate) fn elected(txn: &mut dyn ReadTxn) -> Result<Option<(u64, Vec<u8>)>> {
 pub(crate) struct Candidate {
     session: u64,
     lease: Duration,
+    /// The shortest time that it watches a record, with some looks in it.
+    watched_min: Duration,
     watch: Watch,
 }
 
 impl Candidate {
     /// A candidate of this session that looks every `interval`.
     pub(crate) fn new(session: u64, interval: Duration) -> Candidate {
-        let lease = (interval * INTERVALS).clamp(LEASE_MIN, LEASE_MAX);
-        Candidate { session, lease, watch: Watch::default() }
+        let watched_min = interval.saturating_mul(INTERVALS);
+        let lease = watched_min.clamp(LEASE_MIN, LEASE_MAX);
+        Candidate { session, lease, watched_min, watch: Watch::default() }
     }
 
     /// Takes the turn if it is free. Where the processes share a machine, `sessions_dir` has the files of their
@@ -113,7 +116,8 @@ impl Candidate {
             // This process was elected, and never heard of it.
             Some(record) if record.session == self.session => true,
             Some(record) => {
-                let lease = record.lease();
+                // This process may look less often than the lease of the holder takes.
+                let lease = record.lease().max(self.watched_min);
                 let expired =
                     self.watch.has_expired(value.as_deref().unwrap_or_default(), lease, (began, now()));
                 let ended = match sessions_dir {

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use millrace_leaf::error_chain;
 use parking_lot::Mutex;
 
 use crate::deletion::Unneeded;
@@ -32,7 +33,7 @@ pub(crate) struct Deleted {
 impl GarbageList<'_> {
     /// Deletes the objects that became garbage longer than `grace` ago, as far as `slice` permits. Adds to `deleted`
     /// step by step, so that it counts even if the pass fails. A bounded pass begins after the key in `from` and sets
-    /// it, to `None` at the end of the list.
+    /// it, to `None` at the end of the list. The error of objects that the store does not delete comes at the end.
     pub(crate) fn delete_older(
         self,
         grace: Duration,
@@ -40,6 +41,7 @@ impl GarbageList<'_> {
         from: &mut Option<Vec<u8>>,
         deleted: &mut Deleted,
     ) -> Result<()> {
+        let mut result = Ok(());
         while slice.deletions_left() > 0 && slice.transaction() {
             let page = self.meta.page(&keys::all_garbage(), from.as_deref())?;
             let mut due = Vec::new();
@@ -56,22 +58,24 @@ impl GarbageList<'_> {
             let done = self.delete_unneeded(&due, Unneeded::Garbage, slice)?;
             deleted.objects += done.objects as u64;
             slice.done.deleted += done.objects as u64;
+            let failed = done.failed.as_ref().map_or(0, |failure| failure.objects.len());
+            result = result.and(done.failed.map_or(Ok(()), |failure| Err(failure.error)));
             if done.is_held {
-                deleted.held += (due.len() - done.objects) as u64;
+                deleted.held += (due.len() - done.objects - failed) as u64;
                 if slice.is_bounded() {
                     *from = None;
-                    return Ok(());
+                    return result;
                 }
             }
             if is_cut || done.is_cut {
-                return Ok(());
+                break;
             }
             *from = page.into_iter().nth(PAGE - 1).map(|(key, _)| key);
             if from.is_none() {
-                return Ok(());
+                break;
             }
         }
-        Ok(())
+        result
     }
 }
 
@@ -97,7 +101,7 @@ impl RoomMaker {
         if let Err(error) =
             garbage.delete_older(Duration::ZERO, &mut Slice::unbounded(), &mut None, &mut deleted)
         {
-            tracing::warn!(%error, "collecting garbage on a full disk");
+            tracing::warn!(error = error_chain::one_line(&error), "collecting garbage on a full disk");
         }
         // The background collection does what takes longer: snapshots and volumes in deletion, and the
         // remains of dead processes.

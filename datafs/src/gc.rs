@@ -79,8 +79,8 @@ impl Shared {
         let slice = &mut Slice::unbounded();
         self.meta.restore_reserve();
         self.answer_round()?;
-        let living = self.end_dead_sessions(slice, &mut report)?;
-        self.clean_up_all(slice, &living)?;
+        let (living, ended) = self.end_dead_sessions(slice, &mut report)?;
+        let cleaned = self.clean_up_all(slice, &living);
         report.objects += slice.done.deleted;
         self.collect_deletions(slice, &mut None, &mut report)?;
         report.inodes += self.tend_orphans()?;
@@ -88,15 +88,16 @@ impl Shared {
         self.garbage().delete_older(self.garbage_grace(), slice, &mut None, &mut deleted)?;
         report.objects += deleted.objects;
         report.held += deleted.held;
-        Ok(report)
+        ended.and(cleaned).map(|()| report)
     }
 
-    /// Removes the rows of dead sessions, which begins their cleanup. Returns the sessions that live.
+    /// Removes the rows of dead sessions, which begins their cleanup. Returns the sessions that live, and the first
+    /// error of a session that could not be ended. It keeps no other one from its end.
     pub(crate) fn end_dead_sessions(
         &self,
         slice: &mut Slice<'_>,
         report: &mut GcReport,
-    ) -> Result<BTreeSet<u64>> {
+    ) -> Result<(BTreeSet<u64>, Result<()>)> {
         let own = self.session.id();
         let mut known = BTreeSet::new();
         self.meta.each(&keys::sessions(), |key, _| {
@@ -104,32 +105,42 @@ impl Shared {
             Ok(())
         })?;
         let others: Vec<u64> = known.iter().copied().filter(|id| *id != own).collect();
-        let mut living = known.clone();
+        let (mut living, mut result) = (known.clone(), Ok(()));
         for id in DeadSession::suspects(&self.meta, others)? {
             failpoint::hit("gc-session-suspected");
-            let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? else { continue };
+            let dead = match DeadSession::claim(&self.meta, &self.sessions_dir, id) {
+                Ok(Some(dead)) => dead,
+                Ok(None) => continue,
+                Err(error) => {
+                    result = result.and(Err(error));
+                    continue;
+                }
+            };
             if !slice.transaction() {
-                return Ok(living);
+                return Ok((living, result));
             }
             session::end_dead(&self.meta, dead.id(), |txn| slice.check(txn))?;
             failpoint::hit("gc-session-claimed");
             report.sessions += 1;
             living.remove(&dead.id());
             // Its row of the cleanup is durable, and says that it is dead.
-            dead.remove()?;
+            result = result.and(dead.remove());
         }
         for id in session::files(&self.sessions_dir)? {
             if known.contains(&id) || id == own {
                 continue;
             }
             // A session that died before it wrote its row, or one that started after the rows were read.
-            if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)?
-                && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
-            {
-                dead.remove()?;
-            }
+            let removed =
+                DeadSession::claim(&self.meta, &self.sessions_dir, id).and_then(|dead| match dead {
+                    Some(dead) if self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none() => {
+                        dead.remove()
+                    }
+                    _ => Ok(()),
+                });
+            result = result.and(removed);
         }
-        Ok(living)
+        Ok((living, result))
     }
 
     /// Goes on with the deletion of volumes and snapshots. A bounded slice reads the snapshots after the key in `from`

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use millrace_leaf::error_chain;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto;
 
@@ -174,14 +175,22 @@ pub(crate) fn export() {
             let desc = Desc::new(counter.name.into(), counter.help.into(), Vec::new(), Default::default());
             match desc {
                 Ok(desc) => register(Box::new(Exported { counter, desc }), counter.name),
-                Err(error) => tracing::warn!(%error, counter.name, "a metric is not exported"),
+                Err(error) => tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    counter.name,
+                    "a metric is not exported"
+                ),
             }
         }
         for gauge in GAUGES {
             let desc = Desc::new(gauge.name.into(), gauge.help.into(), Vec::new(), Default::default());
             match desc {
                 Ok(desc) => register(Box::new(ExportedGauge { gauge, desc }), gauge.name),
-                Err(error) => tracing::warn!(%error, gauge.name, "a metric is not exported"),
+                Err(error) => tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    gauge.name,
+                    "a metric is not exported"
+                ),
             }
         }
     });
@@ -190,7 +199,7 @@ pub(crate) fn export() {
 /// Registers a collector; a failure is logged and does not stop the caller.
 pub(crate) fn register(collector: Box<dyn Collector>, name: &str) {
     if let Err(error) = prometheus::register(collector) {
-        tracing::warn!(%error, name, "a metric is not exported");
+        tracing::warn!(error = error_chain::one_line(&error), name, "a metric is not exported");
     }
 }
 

@@ -75,6 +75,11 @@ impl<'a> Slice<'a> {
         self.turn.map_or(Ok(()), |turn| turn.renew(txn))
     }
 
+    /// Whether [`Slice::check`] has failed.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.turn.is_some_and(Turn::is_lost)
+    }
+
     /// Whether it is time for a renewal, if the next opportunity comes after `pause`.
     pub(crate) fn is_due(&self, pause: Duration) -> bool {
         self.turn.is_some_and(|turn| turn.is_due(pause))

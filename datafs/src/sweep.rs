@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::compact::Hollow;
 use crate::data::{ListPage, Listed, Part};
-use crate::deletion::Unneeded;
+use crate::deletion::{Deletions, Failure, Unneeded};
 use crate::error::Result;
 use crate::failpoint;
 use crate::fs::lock;
@@ -167,7 +167,7 @@ impl Sweep {
         }
         let waiting = shared.pool.is_local() && !cleanups.is_empty();
         if due || waiting || !self.position.after.is_empty() {
-            swept = swept.and(self.pass(shared, slice, living, &cleanups));
+            swept = swept.and(self.pass(shared, slice, living, &mut cleanups));
         }
         if shared.pool.is_local() {
             let come_round = |since: &Position| {
@@ -187,15 +187,26 @@ impl Sweep {
         shared: &Shared,
         slice: &mut Slice<'_>,
         living: &BTreeSet<u64>,
-        cleanups: &Cleanups,
+        cleanups: &mut Cleanups,
     ) -> Result<()> {
+        let mut result = Ok(());
         while slice.listings_left() > 0 && self.hollow.packs.len() < HOLLOW_MAX && slice.transaction() {
             shared.collector.go_on(&shared.home)?;
             let limit = slice.listings_left().min(PAGE_FILES);
             let page = shared.pool.list_page(&self.position.after, limit)?;
             slice.listed(&page, limit);
-            if !shared.clean_up_page(&page.files, cleanups, living, slice)? {
-                return Ok(());
+            let done = shared.clean_up_page(&page.files, cleanups, living, slice)?;
+            if done.is_held || done.is_cut {
+                return result;
+            }
+            if let Some(Failure { objects, error }) = done.failed {
+                // Another round for these sessions; the pass goes on.
+                for object in objects {
+                    if let Some(cleanup) = cleanups.get_mut(&object.session()) {
+                        cleanup.since = Some(self.position.clone());
+                    }
+                }
+                result = result.and(Err(error));
             }
             let data = |file: &Listed| (file.part == Part::Data).then_some((file.object, file.bytes));
             let data: Vec<_> = page.files.iter().filter_map(data).collect();
@@ -204,11 +215,11 @@ impl Sweep {
             let Some(next) = page.next else {
                 let passes = self.position.passes.saturating_add(1);
                 self.position = Position { passes, after: String::new() };
-                return Ok(());
+                break;
             };
             self.position.after = next;
         }
-        Ok(())
+        result
     }
 }
 
@@ -239,13 +250,18 @@ impl Shared {
             return Ok(());
         }
         self.forget_locks(&mut cleanups, slice)?;
-        let mut ended = Vec::new();
+        let (mut ended, mut result) = (Vec::new(), Ok(()));
         if self.pool.is_local() {
             let mut after = String::new();
             loop {
                 let page = self.pool.list_page(&after, PAGE_FILES)?;
-                if !self.clean_up_page(&page.files, &cleanups, living, slice)? {
-                    return Ok(());
+                let done = self.clean_up_page(&page.files, &cleanups, living, slice)?;
+                if done.is_held || done.is_cut {
+                    return result;
+                }
+                if let Some(Failure { objects, error }) = done.failed {
+                    objects.iter().for_each(|object| drop(cleanups.remove(&object.session())));
+                    result = result.and(Err(error));
                 }
                 match page.next {
                     Some(next) => after = next,
@@ -256,7 +272,7 @@ impl Shared {
             ended.extend(cleanups.into_keys());
         } else {
             cleanups.values_mut().for_each(|cleanup| cleanup.since = None);
-            self.clean_up_bucket(&mut cleanups, slice, &mut ended)?;
+            result = self.clean_up_bucket(&mut cleanups, slice, &mut ended);
         }
         for few in ended.chunks(PAGE_FILES) {
             self.meta.transact_making_room(Durability::Relaxed, |txn| {
@@ -264,7 +280,7 @@ impl Shared {
             })?;
         }
         failpoint::hit("gc-session-cleaned");
-        Ok(())
+        result
     }
 
     /// Removes the locks of ended sessions. They block no other session, but their records take space.
@@ -290,22 +306,22 @@ impl Shared {
         Ok(())
     }
 
-    /// Deletes what dead sessions have left among some files of a local store. Returns false when not all could be
-    /// deleted now: a backup or restore holds it, or the slice is used up.
+    /// Deletes what dead sessions have left among some files of a local store.
     fn clean_up_page(
         &self,
         files: &[Listed],
         cleanups: &Cleanups,
         living: &BTreeSet<u64>,
         slice: &mut Slice<'_>,
-    ) -> Result<bool> {
+    ) -> Result<Deletions> {
         if !self.pool.is_local() {
-            return Ok(true);
+            return Ok(Deletions::default());
         }
         let left = files.iter().filter(|file| !matches!(file.part, Part::Unfinished { .. }));
         let left = left.map(|file| file.object).filter(|object| cleanups.contains_key(&object.session()));
-        if !self.delete_unknown(&left.collect(), slice)? {
-            return Ok(false);
+        let done = self.delete_unknown(&left.collect(), slice)?;
+        if done.is_held || done.is_cut {
+            return Ok(done);
         }
         // The lock of a file proves the end of its process. A lapsed lease does not.
         let certain = self.config.meta_url.is_none();
@@ -323,55 +339,74 @@ impl Shared {
                 let _ = std::fs::remove_file(path);
             }
         }
-        Ok(true)
+        Ok(done)
     }
 
-    /// Deletes what dead sessions have left in a bucket. Adds those of which nothing is left to `ended`.
+    /// Deletes what dead sessions have left in a bucket. Adds those of which nothing is left to `ended`. One that cannot
+    /// be cleaned up begins again later, and keeps no other from its cleanup.
     fn clean_up_bucket(
         &self,
         cleanups: &mut Cleanups,
         slice: &mut Slice<'_>,
         ended: &mut Vec<u64>,
     ) -> Result<()> {
+        let mut result = Ok(());
         for (id, cleanup) in cleanups {
-            let since = match &mut cleanup.since {
-                Some(since) => since,
-                None => {
-                    if slice.listings_left() == 0 {
-                        return Ok(());
-                    }
-                    slice.done.lists += 1 + self.pool.abort_uploads(*id)?;
-                    slice.done.listed += 1;
-                    cleanup.since.get_or_insert_default()
-                }
-            };
-            loop {
-                if slice.listings_left() == 0 || !slice.transaction() {
-                    return Ok(());
-                }
-                self.collector.go_on(&self.home)?;
-                let limit = slice.listings_left().min(PAGE_FILES);
-                let page = self.pool.list_session_page(*id, &since.after, limit)?;
-                slice.listed(&page, limit);
-                let objects = page.files.iter().map(|file| file.object).collect();
-                if !self.delete_unknown(&objects, slice)? {
-                    return Ok(());
-                }
-                match page.next {
-                    Some(next) => since.after = next,
-                    None => break,
+            self.collector.go_on(&self.home)?;
+            match self.clean_up_session(*id, cleanup, slice) {
+                Ok(true) => ended.push(*id),
+                Ok(false) => return result,
+                Err(error) if error.is_retryable() || slice.is_lost() => return result.and(Err(error)),
+                Err(error) => {
+                    cleanup.since = None;
+                    result = result.and(Err(error));
                 }
             }
-            ended.push(*id);
         }
-        Ok(())
+        result
+    }
+
+    /// Deletes what a dead session has left in a bucket. Returns whether it came to the end.
+    fn clean_up_session(&self, id: u64, cleanup: &mut Cleanup, slice: &mut Slice<'_>) -> Result<bool> {
+        let since = match &mut cleanup.since {
+            Some(since) => since,
+            None => {
+                if slice.listings_left() == 0 {
+                    return Ok(false);
+                }
+                slice.done.lists += 1;
+                slice.done.listed += 1;
+                slice.done.lists += self.pool.abort_uploads(id)?;
+                cleanup.since.get_or_insert_default()
+            }
+        };
+        let mut result = Ok(());
+        loop {
+            if slice.listings_left() == 0 || !slice.transaction() {
+                return result.map(|()| false);
+            }
+            self.collector.go_on(&self.home)?;
+            let limit = slice.listings_left().min(PAGE_FILES);
+            let page = self.pool.list_session_page(id, &since.after, limit)?;
+            slice.listed(&page, limit);
+            let objects = page.files.iter().map(|file| file.object).collect();
+            let done = self.delete_unknown(&objects, slice)?;
+            result = result.and(done.failed.map_or(Ok(()), |failure| Err(failure.error)));
+            if done.is_held || done.is_cut {
+                return result.map(|()| false);
+            }
+            match page.next {
+                Some(next) => since.after = next,
+                None => return result.map(|()| true),
+            }
+        }
     }
 
     /// Deletes those objects of dead sessions that no extent references and that are not listed as garbage. One
-    /// transaction looks at all of them. Returns false when some remain.
-    fn delete_unknown(&self, objects: &BTreeSet<ObjectId>, slice: &mut Slice<'_>) -> Result<bool> {
+    /// transaction looks at all of them.
+    fn delete_unknown(&self, objects: &BTreeSet<ObjectId>, slice: &mut Slice<'_>) -> Result<Deletions> {
         if objects.is_empty() {
-            return Ok(true);
+            return Ok(Deletions::default());
         }
         let wanted: Vec<_> =
             objects.iter().flat_map(|id| [keys::references(*id), keys::garbage(*id)]).collect();
@@ -386,7 +421,7 @@ impl Shared {
             Ok(unknown)
         })?;
         if unknown.is_empty() {
-            return Ok(true);
+            return Ok(Deletions::default());
         }
         let is_cut = unknown.len() > slice.deletions_left();
         unknown.truncate(slice.deletions_left());
@@ -394,6 +429,6 @@ impl Shared {
         let done = self.garbage().delete_unneeded(&unknown, Unneeded::Left, slice)?;
         failpoint::hit("gc-session-object-deleted");
         slice.done.deleted += done.objects as u64;
-        Ok(!is_cut && !done.is_held && !done.is_cut)
+        Ok(Deletions { is_cut: is_cut || done.is_cut, ..done })
     }
 }

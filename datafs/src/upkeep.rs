@@ -17,6 +17,8 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
+
 use crate::collector::Collector;
 use crate::election::{self, Candidate, Turn};
 use crate::error::{Error, Result};
@@ -114,7 +116,7 @@ fn run(collector: &Collector, shared: &Weak<Shared>, mut keeper: Keeper) {
 fn told(shared: &Shared, what: &str, result: Result<()>) {
     match result {
         Err(error) if !shared.collector.is_stopped() => {
-            tracing::warn!(%error, "{what}; it is tried again later");
+            tracing::warn!(error = error_chain::one_line(&error), "{what}; it is tried again later");
         }
         _ => {}
     }
@@ -181,10 +183,14 @@ impl Keeper {
     fn slice(&mut self, shared: &Shared, slice: &mut Slice<'_>) -> Result<()> {
         let mut report = GcReport::default();
         shared.meta.restore_reserve();
-        let living = shared.end_dead_sessions(slice, &mut report)?;
+        let (living, mut result) = match shared.end_dead_sessions(slice, &mut report) {
+            Ok((living, ended)) => (Some(living), ended),
+            Err(error) => (None, Err(error)),
+        };
         let mut deleted = Deleted::default();
         let grace = shared.garbage_grace();
-        let mut result = shared.garbage().delete_older(grace, slice, &mut self.marks.garbage, &mut deleted);
+        result =
+            result.and(shared.garbage().delete_older(grace, slice, &mut self.marks.garbage, &mut deleted));
         result = result.and(shared.collect_deletions(slice, &mut self.marks.snapshots, &mut report));
         result = result.and(shared.tend_orphans().map(|freed| report.inodes += freed));
         // The first one begins a while after the election.
@@ -193,9 +199,12 @@ impl Keeper {
             self.next_pass = Some(Instant::now() + PASS_EVERY);
         }
         let mut progress = Progress::default();
-        result = result.and(self.sweep.step(shared, slice, &living, due, &mut progress));
+        // Without the sessions that live, no file is known to be abandoned.
+        if let Some(living) = living {
+            result = result.and(self.sweep.step(shared, slice, &living, due, &mut progress));
+        }
         result = result.and(shared.compact_swept(&mut self.sweep.hollow, slice));
-        self.save(shared, slice, &progress)?;
+        result = result.and(self.save(shared, slice, &progress));
         report.objects = slice.done.deleted;
         if report != GcReport::default() {
             tracing::debug!(?report, "collected garbage");

@@ -1,9 +1,9 @@
 //! The configuration file: built-in defaults, then millrace.toml, then `MILLRACE_…` variables. The caller names the
 //! tables that it reads.
 
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use millrace_leaf::bounded_file;
 use millrace_leaf::suggestion::in_plain_words;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -50,7 +50,7 @@ where
     };
     let text = match &file {
         None => String::new(),
-        Some(path) => match read_bounded(path) {
+        Some(path) => match bounded_file::read_text(path, FILE_BYTES_MAX as u64) {
             Ok(text) => text,
             Err(error) => {
                 let message = format!("cannot read configuration {}: {error}", path.display());
@@ -67,13 +67,6 @@ where
         None => from_folder(settings, &absolute(Path::new("."))?)?,
     };
     Ok(Loaded { settings, file })
-}
-
-/// The text of a file, and at most one byte more than is allowed.
-fn read_bounded(path: &Path) -> std::io::Result<String> {
-    let mut text = String::new();
-    std::fs::File::open(path)?.take(FILE_BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
-    Ok(text)
 }
 
 /// Checks that a text takes little memory and stack to parse.

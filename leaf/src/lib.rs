@@ -6,6 +6,7 @@
 pub mod atomic_file;
 pub mod backoff;
 pub mod blocking;
+pub mod bounded_file;
 pub mod discovery;
 pub mod error_chain;
 pub mod lease;

@@ -126,8 +126,17 @@ impl Opened {
     }
 }
 
-/// Opens a dataset or a mixture of datasets, and plans the chosen rows.
+/// Opens a dataset or a mixture of datasets, and plans the chosen rows. A signal ends it.
 async fn open(
+    context: &Context,
+    source: &SourceArgs,
+    order: &OrderArgs,
+    read: FeedOptions,
+) -> Result<Opened> {
+    context.abandonable(opened(context, source, order, read)).await
+}
+
+async fn opened(
     context: &Context,
     source: &SourceArgs,
     order: &OrderArgs,
@@ -177,12 +186,15 @@ fn plan_options(order: &OrderArgs) -> PlanOptions {
     }
 }
 
-/// Opens one dataset and plans the chosen rows of it.
+/// Opens one dataset and plans the chosen rows of it. A signal ends it.
 async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<OpenRows> {
-    let (dataset, topics) = open_source(context, &args.dataset).await?;
-    let selection = selection(&args.select)?;
-    let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
-    Ok(OpenRows { dataset, plan, _topics: topics })
+    let planned = async {
+        let (dataset, topics) = open_source(context, &args.dataset).await?;
+        let selection = selection(&args.select)?;
+        let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
+        Ok(OpenRows { dataset, plan, _topics: topics })
+    };
+    context.abandonable(planned).await
 }
 
 /// Opens a dataset of a volume or a range of a topic.

@@ -147,6 +147,12 @@ pub enum Error {
         /// The holder, if known, and the remedy.
         reason: String,
     },
+    /// The job was cancelled while its data and its model were checked.
+    #[error("job {job}: stopped before it began; nothing has changed, run it again")]
+    Stopped {
+        /// The job's name.
+        job: String,
+    },
     /// This process lost the job's lease to another coordinator, or the lease cannot be read.
     #[error("lease of job {job}: {reason}")]
     Lease {

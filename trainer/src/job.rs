@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Name, VolumeSpec};
+use millrace_leaf::bounded_file;
 use millrace_leaf::suggestion::in_plain_words;
 use millrace_streams::dataset::SourceSpec;
 use millrace_streams::feed::{EpochRows, ImageOptions};
@@ -333,13 +334,24 @@ fn default_checkpoint_every_steps() -> u64 {
 impl JobFile {
     /// Reads and checks a job file; a relative model path starts at the file's folder.
     pub fn load(path: &Path) -> Result<JobFile> {
-        let fail = |reason: String| Error::JobFile { path: path.to_owned(), reason };
-        let bytes = std::fs::metadata(path).map_err(|e| fail(format!("cannot be read ({e})")))?.len();
-        if bytes > JOB_BYTES_MAX {
-            return Err(fail(format!("{bytes} bytes; a job file has at most {JOB_BYTES_MAX}")));
-        }
-        let text = std::fs::read_to_string(path).map_err(|e| fail(format!("cannot be read ({e})")))?;
-        let mut job = parse(&text).map_err(fail)?;
+        JobFile::of_file(path, &JobFile::read(path)?)
+    }
+
+    /// The text of a job file, or of a pipe, which can be read only once.
+    ///
+    /// # Errors
+    /// [`Error::JobFile`]: it cannot be read, or has more than 1 MiB.
+    pub fn read(path: &Path) -> Result<String> {
+        bounded_file::read_text(path, JOB_BYTES_MAX)
+            .map_err(|e| Error::JobFile { path: path.to_owned(), reason: format!("cannot be read ({e})") })
+    }
+
+    /// Checks the text of the file at `path`; a relative model path starts at the file's folder.
+    ///
+    /// # Errors
+    /// [`Error::JobFile`]: what is wrong.
+    pub fn of_file(path: &Path, text: &str) -> Result<JobFile> {
+        let mut job = parse(text).map_err(|reason| Error::JobFile { path: path.to_owned(), reason })?;
         if let (ModelSource::File(model), Some(folder)) = (&mut job.model, path.parent()) {
             *model = folder.join(&*model);
         }

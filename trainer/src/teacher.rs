@@ -7,6 +7,7 @@ use std::path::Path;
 use millrace_bundle::Bundle;
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
+use millrace_leaf::bounded_file;
 use millrace_streams::dataset::DatasetSpec;
 use prost::Message;
 use serde::Deserialize;
@@ -47,12 +48,10 @@ pub(crate) fn read(datafs: &Datafs, job: &JobFile) -> Result<Option<Teacher>> {
         let path = file(place);
         let model = model::read(path.as_ref()).map_err(|reason| bad(format!("{path}: {reason}")))?;
         let labels = Path::new(&path).with_file_name(LABELS_FILE);
-        let labels = match std::fs::metadata(&labels) {
-            Ok(found) if found.len() > LABELS_BYTES_MAX => {
-                return Err(bad(format!("{}: {} bytes are too many", labels.display(), found.len())));
-            }
-            Ok(_) => Some(std::fs::read(&labels).map_err(|e| bad(format!("{}: {e}", labels.display())))?),
-            Err(_) => None,
+        let labels = match bounded_file::read(&labels, LABELS_BYTES_MAX) {
+            Ok(bytes) => Some(bytes),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(bad(format!("{}: {error}", labels.display()))),
         };
         return Ok(Some(Teacher { model, labels }));
     }

@@ -71,7 +71,8 @@ impl Setup {
 /// nothing is written. Another call fails with [`Error::Busy`] or, with [`Setup::standby`], waits and takes over. A
 /// coordinator whose lease was lost fails with [`Error::Lease`].
 ///
-/// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]). Dropping the
+/// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]), or fails with
+/// [`Error::Stopped`] before the job is coordinated. Dropping the
 /// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
 /// every `progress_ms` and must not block.
 ///
@@ -84,7 +85,11 @@ pub async fn train(
 ) -> Result<TrainReport> {
     let began = Instant::now();
     let (declared, again) = (job.clone(), setup.clone());
-    let checked = blocking(move || Checked::new(job, setup)).await?;
+    // Data of any size may be counted. Nothing is held yet, so a thread that goes on changes nothing.
+    let checked = tokio::select! {
+        checked = blocking(move || Checked::new(job, setup)) => checked?,
+        () = cancel.cancelled() => return Err(Error::Stopped { job: declared.name.to_string() }),
+    };
     let crew = Crew::of(&checked.job, &checked.setup)?;
     if let Some(listen) = &checked.setup.listen {
         listen.check(crew.local).await?;

@@ -2,9 +2,9 @@
 //! Every table that takes passwords, keys or headers uses this type.
 
 use std::fmt;
-use std::fs;
 use std::path::PathBuf;
 
+use millrace_leaf::bounded_file;
 use serde::de::{self, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -59,10 +59,7 @@ impl Secret {
             },
             Self::File(FromFile { file }) => {
                 let failed = |e| Error::Invalid(format!("{what}: cannot read {}: {e}", file.display()));
-                if fs::metadata(file).map_err(failed)?.len() > FILE_BYTES_MAX {
-                    return Err(Error::Invalid(format!("{what}: {} is too large", file.display())));
-                }
-                fs::read(file).map_err(failed)
+                bounded_file::read(file, FILE_BYTES_MAX).map_err(failed)
             }
         }
     }
@@ -173,14 +170,13 @@ impl fmt::Debug for Secret {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::Config;
 
     #[test]
     fn values_come_from_where_the_configuration_says_and_are_never_shown() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("secret");
-        fs::write(&file, "from a file\n").unwrap();
+        std::fs::write(&file, "from a file\n").unwrap();
         let config: Config = serde_json::from_value(serde_json::json!({
             "store_url": "s3://bucket/prefix",
             "store_options": {

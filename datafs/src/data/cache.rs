@@ -22,6 +22,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use millrace_leaf::error_chain;
 use millrace_leaf::private;
 use parking_lot::Mutex;
 
@@ -376,7 +377,10 @@ impl State {
     fn refuse(&self, what: &'static str, root: &Path, error: &io::Error) {
         let mut refused = self.refused.lock();
         if refused.is_none_or(|at| at.elapsed() >= REST) {
-            tracing::warn!(%error, root = %root.display(), "{what}: reads go on without it");
+            tracing::warn!(
+                error = error_chain::one_line(&error), root = %root.display(),
+                "{what}: reads go on without it"
+            );
         }
         *refused = Some(Instant::now());
     }

@@ -6,6 +6,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
+
 use super::runtime::Io;
 
 /// How often open files are checked.
@@ -28,7 +30,7 @@ pub(super) fn look_after(io: &Io, keeper: &Arc<impl KeepsOpen>) {
             let Some(keeper) = keeper.upgrade() else { return };
             // The last close of a large unlinked file takes the disk a while.
             if let Err(error) = tokio::task::spawn_blocking(move || keeper.close_deleted()).await {
-                tracing::error!(%error, "closing deleted objects");
+                tracing::error!(error = error_chain::one_line(&error), "closing deleted objects");
             }
         }
     });

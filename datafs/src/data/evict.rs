@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use millrace_leaf::error_chain;
 use millrace_leaf::private;
 use nix::fcntl::{Flock, FlockArg};
 
@@ -70,7 +71,10 @@ impl Evictor {
         let lock = match private::options().write(true).create(true).truncate(true).open(&path) {
             Ok(lock) => lock,
             Err(error) => {
-                tracing::warn!(%error, path = %path.display(), "the cache cannot be made smaller");
+                tracing::warn!(
+                    error = error_chain::one_line(&error), path = %path.display(),
+                    "the cache cannot be made smaller"
+                );
                 return;
             }
         };
@@ -96,7 +100,10 @@ impl Evictor {
             if let Err(error) = fs::remove_file(&object.image)
                 && error.kind() != std::io::ErrorKind::NotFound
             {
-                tracing::warn!(%error, path = %object.image.display(), "the cache cannot be made smaller");
+                tracing::warn!(
+                    error = error_chain::one_line(&error), path = %object.image.display(),
+                    "the cache cannot be made smaller"
+                );
                 continue;
             }
             left -= object.bytes;

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
+use millrace_leaf::error_chain;
 use parking_lot::Mutex;
 
 use super::backend::Backend;
@@ -197,7 +198,10 @@ impl Drop for LocalPack {
         }
         self.open.forget(self.id);
         if let Err(error) = self.backend.delete(self.id) {
-            tracing::warn!(object = %self.id, %error, "deleting a pack that nothing points at");
+            tracing::warn!(
+                object = %self.id, error = error_chain::one_line(&error),
+                "deleting a pack that nothing points at"
+            );
             self.backend.leave_behind();
         }
     }

@@ -251,10 +251,17 @@ impl ObjectPool {
         self.backend.delete(id)
     }
 
-    /// [`ObjectPool::delete`] for many objects.
-    pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> Result<()> {
+    /// [`ObjectPool::delete`] for many objects. Tries all; returns those that are gone, and the first error.
+    pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> (Vec<ObjectId>, Result<()>) {
         let Store::Remote(remote) = self.backend.store() else {
-            return ids.iter().try_for_each(|id| self.delete(*id));
+            let (mut gone, mut result) = (Vec::new(), Ok(()));
+            for id in ids {
+                match self.delete(*id) {
+                    Ok(()) => gone.push(*id),
+                    Err(error) => result = result.and(Err(error)),
+                }
+            }
+            return (gone, result);
         };
         for id in ids {
             self.open.forget(*id);
@@ -263,7 +270,8 @@ impl ObjectPool {
             }
         }
         let (remote, ids) = (Arc::clone(remote), ids.to_vec());
-        self.backend.answer(self.runtime().wait(async move { remote.delete_all(ids).await }))
+        let done = self.runtime().wait(async move { remote.delete_all(ids).await });
+        done.unwrap_or_else(|| (Vec::new(), self.backend.answer(None)))
     }
 
     /// The objects that a session wrote, including unreferenced ones, in order of id. Scans the whole of a

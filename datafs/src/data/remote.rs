@@ -15,6 +15,7 @@ use std::time::Duration;
 use bytes::{Buf as _, Bytes, BytesMut};
 use futures::stream::BoxStream;
 use futures::{StreamExt as _, TryStreamExt as _};
+use millrace_leaf::error_chain;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as StorePath;
 use object_store::{
@@ -237,11 +238,18 @@ impl RemoteStore {
         done.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Deletes objects concurrently; tries all of them and returns the first error.
-    pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> Result<()> {
-        let deleted =
-            futures::stream::iter(ids).map(|id| self.delete(id)).buffer_unordered(DELETES_AT_A_TIME);
-        deleted.fold(Ok(()), |all, one| ready(all.and(one))).await
+    /// Deletes objects concurrently. Tries all; returns those that are gone, and the first error.
+    pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> (Vec<ObjectId>, Result<()>) {
+        let delete = |id| async move { (id, self.delete(id).await) };
+        let mut deleted = futures::stream::iter(ids).map(delete).buffer_unordered(DELETES_AT_A_TIME);
+        let (mut gone, mut result) = (Vec::new(), Ok(()));
+        while let Some((id, done)) = deleted.next().await {
+            match done {
+                Ok(()) => gone.push(id),
+                Err(error) => result = result.and(Err(error)),
+            }
+        }
+        (gone, result)
     }
 
     /// The objects of a session.
@@ -351,7 +359,10 @@ impl RemoteStore {
 
     async fn forget_upload(&self, id: ObjectId) {
         if let Err(error) = self.delete_path(&self.upload_path(id)).await {
-            tracing::warn!(%error, object = %id, "the note of a finished upload stays behind");
+            tracing::warn!(
+                error = error_chain::one_line(&error), object = %id,
+                "the note of a finished upload stays behind"
+            );
         }
     }
 
@@ -370,7 +381,10 @@ impl RemoteStore {
             }
         });
         if let Err(error) = aborted.await {
-            tracing::warn!(%error, object = %id, "an abandoned upload stays behind until it is collected");
+            tracing::warn!(
+                error = error_chain::one_line(&error), object = %id,
+                "an abandoned upload stays behind until it is collected"
+            );
             return false;
         }
         self.delete_path(&self.upload_path(id)).await.is_ok()

@@ -15,6 +15,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use millrace_leaf::error_chain;
 use parking_lot::{Condvar, Mutex};
 
 use super::backend::Backend;
@@ -245,7 +246,10 @@ impl Drop for RemotePack {
         }
         self.open.forget(self.id);
         if let Err(error) = self.backend.delete(self.id) {
-            tracing::warn!(object = %self.id, %error, "deleting a pack that nothing points at");
+            tracing::warn!(
+                object = %self.id, error = error_chain::one_line(&error),
+                "deleting a pack that nothing points at"
+            );
             self.backend.leave_behind();
         }
     }

@@ -145,6 +145,25 @@ fn on_one_machine_the_lock_of_a_session_file_decides_at_once() {
 }
 
 #[test]
+fn a_candidate_that_looks_seldom_follows_a_holder_with_a_short_lease() {
+    for seldom in [Duration::from_secs(20), LEASE_MAX] {
+        let dir = tempfile::tempdir().unwrap();
+        let meta = metadata(&dir);
+        [1, 2].iter().for_each(|session| set_row(&meta, *session, true));
+        let turn = Candidate::new(1, Duration::from_secs(1)).look_at(&meta, None, &|| Duration::ZERO);
+        let turn = turn.unwrap().unwrap();
+        let mut candidate = Candidate::new(2, seldom);
+        let mut look = |at| candidate.look_at(&meta, None, &|| LEASE_MAX + seldom * at).unwrap();
+        for at in 0..10 {
+            meta.transact(Durability::Relaxed, |txn| turn.renew(txn)).unwrap();
+            assert!(look(at).is_none(), "the holder renews its turn");
+        }
+        // The holder has been killed, and its row stays.
+        assert!((10..20).find_map(look).is_some_and(|next| is_valid(&meta, &next)), "{seldom:?}");
+    }
+}
+
+#[test]
 fn a_record_that_cannot_be_read_expires_like_any_other() {
     for record in [&b""[..], b"?", &[0xff; 8], &[0xff; 4_000], &[0xff; 33]] {
         let dir = tempfile::tempdir().unwrap();

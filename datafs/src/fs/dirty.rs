@@ -4,6 +4,8 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
+use millrace_leaf::error_chain;
+
 use super::content::INLINE_BYTES_MAX;
 use super::fresh_object::FreshObject;
 use super::shared::Shared;
@@ -131,7 +133,10 @@ impl Dirty {
     /// error.
     pub(crate) fn stream_taken(&mut self, shared: &Shared, codec: &Codec, offset: u64, data: &[u8]) {
         if let Err(error) = self.append(shared, codec, offset, data) {
-            tracing::warn!(%error, "a write that was answered is kept in memory until the next write or flush");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "a write that was answered is kept in memory until the next write or flush"
+            );
             self.keep(offset, data);
         }
         self.sequence.end = offset + data.len() as u64;

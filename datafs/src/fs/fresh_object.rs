@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use millrace_leaf::error_chain;
+
 use super::shared::Shared;
 use crate::data::{Finished, LocalPack, ObjectWriter, Pack, RemotePack, Unsynced};
 use crate::error::Result;
@@ -76,7 +78,10 @@ impl Drop for FreshObject {
             return;
         }
         if let Err(error) = self.shared.pool.delete(self.object.id) {
-            tracing::warn!(object = %self.object.id, %error, "deleting an object that was not published");
+            tracing::warn!(
+                object = %self.object.id, error = error_chain::one_line(&error),
+                "deleting an object that was not published"
+            );
             self.shared.session.leave_unclean();
         }
     }

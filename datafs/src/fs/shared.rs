@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Weak};
 
+use millrace_leaf::error_chain;
 use parking_lot::{Mutex, RwLock};
 
 use super::lock::HoldersAsked;
@@ -46,7 +47,10 @@ impl Drop for InUse {
         let Some(shared) = self.0.upgrade() else { return };
         shared.collector.stop();
         if let Err(error) = shared.meta.settle() {
-            tracing::error!(%error, "closing the volumes lost the last changes");
+            tracing::error!(
+                error = error_chain::one_line(&error),
+                "closing the volumes lost the last changes"
+            );
         }
         shared.collector.wait_for_stop();
     }

@@ -1,11 +1,12 @@
 //! Tests of the garbage collector: remains of killed writers, full disks, and the end of the last handle.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::*;
 use crate::config::Config;
 use crate::datafs::Datafs;
+use crate::object::{Layout, ObjectId};
 
 fn open(home: &Path, gc_interval_ms: u64) -> Datafs {
     Datafs::open(home, &Config { gc_interval_ms, ..Config::default() }).unwrap()
@@ -37,6 +38,79 @@ fn what_a_killed_writer_has_half_written_goes_with_its_session() {
     assert!(before >= 2 && half_written() == before / 2, "{before}: {:?}", files(home.path()));
     // The other session is left as a kill leaves it; the leaked memory is not used again.
     std::mem::forget((killed, alive));
+}
+
+/// Puts a folder with a file in the place of an object, which so cannot be deleted. Returns it.
+fn make_undeletable(home: &Path, object: ObjectId) -> PathBuf {
+    let path = Config::default().store_path(home).join(object.data_name());
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    std::fs::write(path.join("file"), b"").unwrap();
+    path
+}
+
+#[test]
+fn an_object_that_cannot_be_deleted_keeps_no_other_from_its_deletion() {
+    let home = tempfile::tempdir().unwrap();
+    let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
+    let datafs = Datafs::open(home.path(), &config).unwrap();
+    let shared = &datafs.shared;
+    let ids: Vec<_> = (0..6).map(|at| ObjectId::new(shared.session.id(), at, Layout::Framed)).collect();
+    for id in &ids {
+        let path = config.store_path(home.path()).join(id.data_name());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, b"").unwrap();
+    }
+    let freed = crate::meta::codec::Encoder::default().i64(0).u32(0).finish();
+    let put = |txn: &mut dyn crate::meta::engine::WriteTxn| {
+        ids.iter().try_for_each(|id| txn.put(&keys::garbage(*id), &freed))
+    };
+    shared.meta.transact(Durability::Durable, put).unwrap();
+    let stuck = make_undeletable(home.path(), ids[0]);
+    let listed = || {
+        let mut count = 0;
+        shared
+            .meta
+            .each(&keys::all_garbage(), |_, _| {
+                count += 1;
+                Ok(())
+            })
+            .unwrap();
+        count
+    };
+    let error = datafs.gc().unwrap_err();
+    let told = millrace_leaf::error_chain::one_line(&error);
+    assert!(told.contains(&ids[0].data_name()), "{told}");
+    assert_eq!(listed(), 1);
+    // A full disk gets the space of the others, too.
+    assert!(!shared.make_room() && listed() == 1);
+    std::fs::remove_dir_all(stuck).unwrap();
+    assert_eq!((datafs.gc().unwrap().objects, listed()), (1, 0));
+}
+
+#[test]
+fn what_a_dead_session_left_and_cannot_be_deleted_is_tried_again_and_blocks_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let [killed, collector] = [(); 2].map(|()| open(home.path(), 0));
+    let store = Config::default().store_path(home.path());
+    let ids: Vec<_> =
+        (0..4).map(|at| ObjectId::new(killed.shared.session.id(), at, Layout::Framed)).collect();
+    for id in &ids {
+        let path = store.join(id.data_name());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, b"").unwrap();
+    }
+    let stuck = make_undeletable(home.path(), ids[1]);
+    killed.shared.session.lose_lock();
+    let left = || ids.iter().filter(|id| store.join(id.data_name()).exists()).count();
+    let told = millrace_leaf::error_chain::one_line(&collector.gc().unwrap_err());
+    assert!(told.contains(&ids[1].data_name()), "{told}");
+    assert_eq!(left(), 1);
+    std::fs::remove_dir_all(&stuck).unwrap();
+    std::fs::write(&stuck, b"").unwrap();
+    collector.gc().unwrap();
+    assert_eq!(left(), 0);
+    std::mem::forget(killed);
 }
 
 #[test]

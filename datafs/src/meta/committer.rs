@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use millrace_leaf::backoff::Backoff;
+use millrace_leaf::error_chain;
 use parking_lot::MutexGuard;
 
 use super::change_log::Read;
@@ -292,7 +293,10 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
             if !error.is_definite()
                 && Snapshot::take(&shared.engine).is_ok_and(|now| now.batch() == frozen.number) =>
         {
-            tracing::warn!(%error, "a commit of metadata took place and reported an error");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "a commit of metadata took place and reported an error"
+            );
         }
         other => other?,
     }

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeMap;
 
+use millrace_leaf::error_chain;
+
 use super::codec::{Decoder, Encoder};
 use super::engine::{ReadTxn, WriteTxn};
 use super::inode::{Timestamp, decode_extent};
@@ -122,7 +124,10 @@ pub(crate) fn forget_version(txn: &mut dyn WriteTxn, record: &[u8], version: &[u
     }
     let mut changes = ReferenceChanges::default();
     if let Err(error) = changes.remove(version.get(8..).unwrap_or_default()) {
-        tracing::warn!(%error, "a damaged extent is dropped: fsck --repair counts the references anew");
+        tracing::warn!(
+            error = error_chain::one_line(&error),
+            "a damaged extent is dropped: fsck --repair counts the references anew"
+        );
         return Ok(());
     }
     changes.apply(txn, |_| Ok(()))

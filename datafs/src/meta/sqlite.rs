@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
 use millrace_leaf::private;
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
@@ -568,7 +569,10 @@ impl WriteTxn for Txn<'_> {
 /// Keeps a connection from copying the log back when it is closed.
 fn leave_log(connection: &Connection) {
     if let Err(error) = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true) {
-        tracing::warn!(%error, "the log of a replaced metadata file may be copied into the new one");
+        tracing::warn!(
+            error = error_chain::one_line(&error),
+            "the log of a replaced metadata file may be copied into the new one"
+        );
     }
 }
 
@@ -613,6 +617,6 @@ fn roll_back(connection: &Connection) {
     if !connection.is_autocommit()
         && let Err(error) = execute(connection, "ROLLBACK")
     {
-        tracing::warn!(%error, "rolling back a metadata transaction");
+        tracing::warn!(error = error_chain::one_line(&error), "rolling back a metadata transaction");
     }
 }

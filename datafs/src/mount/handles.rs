@@ -6,6 +6,7 @@ use std::ffi::OsStr;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use millrace_leaf::error_chain;
 use parking_lot::{Mutex, RwLock};
 
 use super::fuse::passthrough::{Backing, Registrar};
@@ -390,7 +391,11 @@ impl Handles {
         let mut result = Ok(());
         for handle in open {
             if let Err(error) = self.flush(&handle) {
-                tracing::error!(%error, node = handle.node.to_u64(), "flushing an open file");
+                tracing::error!(
+                    error = error_chain::one_line(&error),
+                    node = handle.node.to_u64(),
+                    "flushing an open file"
+                );
                 if result.is_ok() {
                     result = Err(error);
                 }

@@ -17,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, ReplyEmpty, ReplyLock};
+use millrace_leaf::error_chain;
 use parking_lot::{Condvar, Mutex};
 
 use super::caller::is_interrupted;
@@ -202,7 +203,7 @@ impl Locks {
                 self.changed.notify_all();
             }
             Err(error) => {
-                tracing::warn!(%error, node = wish.node.to_u64(), "locking");
+                tracing::warn!(error = error_chain::one_line(&error), node = wish.node.to_u64(), "locking");
                 reply.error(outcome::failure(counted(&error)));
             }
         }
@@ -355,7 +356,11 @@ impl Locks {
 
     fn let_go(&self, handles: &Handles, node: Node, owner: LockOwner, handle: u64) {
         if let Err(error) = self.give_up(handles, node, owner, (0, LOCK_END_MAX), Some(handle)) {
-            tracing::warn!(%error, node = node.to_u64(), "giving up a lock at the close of a file");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                node = node.to_u64(),
+                "giving up a lock at the close of a file"
+            );
             if self.held.lock().contains_key(&(node, owner)) {
                 self.left.lock().push((node, owner));
                 let mut state = self.state.lock();
@@ -396,7 +401,11 @@ impl Locks {
                 reply.locked(lock.start, lock.end, kind, lock.pid);
             }
             Err(error) => {
-                tracing::warn!(%error, node = node.to_u64(), "looking for a lock");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    node = node.to_u64(),
+                    "looking for a lock"
+                );
                 reply.error(outcome::failure(counted(&error)));
             }
         }
@@ -419,7 +428,11 @@ impl Locks {
                 match settle(handles) {
                     Ok(()) => Outcome::default(),
                     Err(error) => {
-                        tracing::warn!(%error, node = node.to_u64(), "waiting for a lock");
+                        tracing::warn!(
+                            error = error_chain::one_line(&error),
+                            node = node.to_u64(),
+                            "waiting for a lock"
+                        );
                         outcome::failed(counted(&error))
                     }
                 }
@@ -435,7 +448,11 @@ impl Locks {
                 }
             }
             Err(error) => {
-                tracing::warn!(%error, node = node.to_u64(), "waiting for a lock");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    node = node.to_u64(),
+                    "waiting for a lock"
+                );
                 outcome::failed(counted(&error))
             }
         };

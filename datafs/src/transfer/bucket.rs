@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use millrace_leaf::error_chain;
 use object_store::path::Path as StorePath;
 use object_store::{
     GetOptions, GetRange, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload,
@@ -370,7 +371,10 @@ impl Drop for NewObject<'_> {
         let Some(mut upload) = self.upload.take() else { return };
         self.parts.drain(..).for_each(|part| drop(part.wait()));
         if let Err(error) = self.tree.wait(|_| async move { upload.abort().await }) {
-            tracing::warn!(%error, location = %self.location, "an upload could not be given up");
+            tracing::warn!(
+                error = error_chain::one_line(&error), location = %self.location,
+                "an upload could not be given up"
+            );
         }
     }
 }

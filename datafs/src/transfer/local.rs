@@ -15,6 +15,7 @@ use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use millrace_leaf::error_chain;
 use nix::unistd::{Whence, geteuid, lseek};
 use rustix::fs::{
     AtFlags, CWD, Dir, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, linkat, mkdirat, openat, readlinkat,
@@ -138,7 +139,10 @@ fn fail(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error
 fn remove_partial(folder: &OwnedFd, partial: &OsStr, path: &Path) {
     match unlinkat(folder, partial, AtFlags::empty()) {
         Err(error) if error != Errno::NOENT => {
-            tracing::warn!(%error, path = %path.display(), ?partial, "an unfinished copy is left behind");
+            tracing::warn!(
+                error = error_chain::one_line(&error), path = %path.display(), ?partial,
+                "an unfinished copy is left behind"
+            );
         }
         _ => {}
     }

@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
 use bytes::Bytes;
+use millrace_leaf::error_chain;
 use parking_lot::Mutex;
 
 use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, partial_name};
@@ -74,7 +75,10 @@ impl VolumeTree {
         match self.view.unlink(parent, partial) {
             Err(error) if !error.is_not_found() => {
                 let name = partial.to_string_lossy();
-                tracing::warn!(%error, volume = %self.view.spec(), %name, "an unfinished copy is left behind");
+                tracing::warn!(
+                    error = error_chain::one_line(&error), volume = %self.view.spec(), %name,
+                    "an unfinished copy is left behind"
+                );
             }
             _ => {}
         }

@@ -198,6 +198,14 @@ impl Bundle {
         external::files(&mut decoded(model_onnx)?).map_err(|reason| Error::InvalidModel { reason })
     }
 
+    /// Checks that the initializers of a model have as many elements as their extents say.
+    ///
+    /// # Errors
+    /// [`Error::InvalidModel`] names the tensor, its extents and what it has.
+    pub fn check_initializers(model: &onnx::ModelProto) -> Result<()> {
+        external::check_initializers(model).map_err(|reason| Error::InvalidModel { reason })
+    }
+
     /// Copies the weights that a model keeps in other files into the model, which then refers to none. `read`
     /// returns the content of a file, by its path relative to the model's folder, or an error.
     ///

@@ -178,5 +178,44 @@ fn bytes_of(tensor: &TensorProto) -> Result<u64, String> {
     count.map(|bits| bits.div_ceil(8)).ok_or_else(|| "its extents are negative or too large".to_owned())
 }
 
+/// Checks that each initializer of the graph that keeps its elements in itself has as many as its extents say.
+///
+/// # Errors
+/// The tensor, its extents and what it has. ONNX Runtime refuses such a model when it loads it.
+pub(crate) fn check_initializers(model: &ModelProto) -> Result<(), String> {
+    let tensors = model.graph.iter().flat_map(|graph| &graph.initializer);
+    for tensor in tensors.filter(|tensor| tensor.data_location() != DataLocation::External) {
+        let wrong = |reason: String| {
+            Err(format!("initializer {:?} of extents {:?}: {reason}", shorten(tensor.name()), tensor.dims))
+        };
+        let product = |product: u64, extent: &i64| product.checked_mul(u64::try_from(*extent).ok()?);
+        let Some(count) = tensor.dims.iter().try_fold(1, product) else {
+            return wrong("the extents are negative or too large".to_owned());
+        };
+        let typed = match DataType::try_from(tensor.data_type()) {
+            Ok(DataType::Float) => tensor.float_data.len(),
+            Ok(DataType::Double) => tensor.double_data.len(),
+            Ok(DataType::Int64) => tensor.int64_data.len(),
+            Ok(DataType::Int32 | DataType::Int16 | DataType::Int8 | DataType::Uint16 | DataType::Uint8) => {
+                tensor.int32_data.len()
+            }
+            Ok(DataType::String) => tensor.string_data.len(),
+            // Several elements may share a number.
+            _ if tensor.raw_data.is_none() => continue,
+            _ => 0,
+        } as u64;
+        match (&tensor.raw_data, bytes_of(tensor)) {
+            (Some(raw), Ok(bytes)) if !raw.is_empty() || typed == 0 => {
+                if raw.len() as u64 != bytes {
+                    return wrong(format!("it has {} bytes of elements instead of {bytes}", raw.len()));
+                }
+            }
+            _ if typed != count => return wrong(format!("it has {typed} elements instead of {count}")),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests;

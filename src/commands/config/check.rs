@@ -5,12 +5,12 @@ mod findings;
 mod network;
 mod parts;
 
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use millrace_home::check::{self, Problem, Severity};
 use millrace_home::settings::{check_size, from_folder};
+use millrace_leaf::bounded_file;
 use millrace_trainer::job::{JobFile, ModelSource};
 use serde_json::json;
 use toml::de::DeTable;
@@ -79,15 +79,8 @@ fn usual(root: &Path) -> Option<PathBuf> {
 
 /// The text of the file.
 fn text_of(path: &Path) -> Result<String> {
-    let mut text = String::new();
-    let read =
-        std::fs::File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text));
-    match read {
-        Ok(_) if text.len() as u64 > FILE_BYTES_MAX => fail(
-            Exit::Usage,
-            format!("config check {}: the file has more than {FILE_BYTES_MAX} bytes", path.display()),
-        ),
-        Ok(_) => Ok(text),
+    match bounded_file::read_text(path, FILE_BYTES_MAX) {
+        Ok(text) => Ok(text),
         Err(error) => {
             let missing = error.kind() == std::io::ErrorKind::NotFound;
             let exit = if missing { Exit::NotFound } else { Exit::Usage };
@@ -131,7 +124,7 @@ fn of_job(path: &Path, text: &str) -> Vec<Problem> {
         }
     }
     if findings.is_sound() {
-        match JobFile::load(path) {
+        match JobFile::of_file(path, text) {
             Ok(_) => {}
             Err(millrace_trainer::Error::JobFile { reason, .. }) => findings.message("", &reason),
             Err(error) => findings.cause("", &error),

@@ -90,6 +90,7 @@ fn bundle(source: &Source, name: &str, version: u64) -> Result<Bundle> {
     let training = source.training.as_deref().map(|file| small_file(file, TRAINING_BYTES_MAX)).transpose()?;
     let (graph_bytes, model) = read(file)?;
     graph(&model, file)?;
+    Bundle::check_initializers(&model).with_context(|| format!("cannot import {}", file.display()))?;
     // The server checks divisors, since its configuration may vouch for them.
     if let Err(hazard) = hazards::check(&model, Divisors::Trusted) {
         return fail(Exit::Usage, format!("cannot import {}: {hazard}", file.display()));

@@ -26,11 +26,8 @@ const LOCAL_KEYS: [&str; 4] = ["meta_file", "meta_passfile", "store_dir", "cache
 
 /// Prints the manifests of a job file.
 pub(super) fn run(context: &Context, args: &TrainArgs, file: &Path) -> Result<()> {
-    let job = JobFile::load(file)?;
-    let text = match std::fs::read_to_string(file) {
-        Ok(text) => text,
-        Err(error) => return fail(Exit::Failed, format!("cannot read job file {}: {error}", file.display())),
-    };
+    let text = JobFile::read(file)?;
+    let job = JobFile::of_file(file, &text)?;
     if let ModelSource::File(model) = &job.model {
         return fail(
             Exit::Usage,

@@ -219,7 +219,10 @@ impl Shared {
         if self.state.lock().kept.is_full()
             && let Err(error) = self.flush()
         {
-            tracing::warn!(%error, "flushing the metadata server's log before more is committed");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "flushing the metadata server's log before more is committed"
+            );
         }
         let mut pause = Pause::default();
         loop {

@@ -14,6 +14,7 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use millrace_leaf::error_chain;
 
 use super::answer::{Adapter, NOT_AT_ALL};
 use super::extended::is_privileged;
@@ -99,7 +100,7 @@ impl Filesystem for Adapter {
 
     fn destroy(&mut self) {
         if let Err(error) = self.handles.flush_all() {
-            tracing::error!(%error, "flushing at the end of a mount");
+            tracing::error!(error = error_chain::one_line(&error), "flushing at the end of a mount");
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite};
+use millrace_leaf::error_chain;
 
 use super::passthrough::Backing;
 use crate::error::{Error, Result};
@@ -118,7 +119,10 @@ impl Adapter {
         if [Errno::EIO, Errno::ENOSPC, Errno::EDQUOT].contains(&errno) {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             let volume = self.handles.view.spec();
-            tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "mount");
+            tracing::error!(
+                error = error_chain::one_line(&error), cause, %volume, node = node.to_u64(), operation,
+                "mount"
+            );
         }
         errno
     }
@@ -129,7 +133,10 @@ impl Adapter {
         metrics::MOUNT_ERRORS.inc();
         let cause = std::error::Error::source(error).map(ToString::to_string);
         let volume = self.handles.view.spec();
-        tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "a request failed after its reply");
+        tracing::error!(
+            error = error_chain::one_line(&error), cause, %volume, node = node.to_u64(), operation,
+            "a request failed after its reply"
+        );
     }
 
     /// [`Adapter::failed`] for a request that names a node from an earlier lookup. When the node is gone,
@@ -214,7 +221,11 @@ impl Adapter {
         let image = match handle.file.image() {
             Ok(image) => image?,
             Err(error) => {
-                tracing::warn!(%error, node = handle.node.to_u64(), "looking for a file's image");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    node = handle.node.to_u64(),
+                    "looking for a file's image"
+                );
                 return None;
             }
         };

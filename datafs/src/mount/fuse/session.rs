@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fuser::{Notifier, Session, SessionACL};
+use millrace_leaf::error_chain;
 use parking_lot::{Condvar, Mutex};
 
 use super::answer::Adapter;
@@ -254,9 +255,12 @@ impl Started {
         export(&watch);
         let home = &handles.view.shared.home;
         let control = Control::start(home, &watch)
-            .inspect_err(
-                |error| tracing::warn!(%error, home = %home.display(), "a mount tells nobody what it does"),
-            )
+            .inspect_err(|error| {
+                tracing::warn!(
+                    error = error_chain::one_line(&error), home = %home.display(),
+                    "statistics of this mount are not available to other processes"
+                )
+            })
             .ok();
         let trace = options.trace.as_ref().map(|trace| watch.trace.start(trace, watch.device()));
         let mount = Mount {
@@ -291,7 +295,10 @@ impl Started {
 /// Detaches a mount whose start has failed.
 fn take_off(at: &Path) {
     if let Err(error) = point::detach(at, true) {
-        tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
+        tracing::warn!(
+            error = error_chain::one_line(&error), path = %at.display(),
+            "a failed mount could not be taken off"
+        );
     }
 }
 
@@ -363,7 +370,10 @@ impl Started {
         let wake = Arc::downgrade(locks);
         let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
         if let Err(error) = coherence.start(&handles.view, notifier, device, wake) {
-            tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "the kernel keeps nothing of this mount: changes cannot be listened to"
+            );
         }
         if !open.is_empty() {
             coherence.doubts(&handles.view, open);
@@ -380,7 +390,7 @@ fn run(session: Session<InstrumentedFs>, at: &Path) -> io::Result<Served> {
         let _at_end = at_end;
         let result = session.run();
         if let Err(error) = &result {
-            tracing::error!(%error, path, "a mount ended with an error");
+            tracing::error!(error = error_chain::one_line(&error), path, "a mount ended with an error");
         }
         result
     })?;
@@ -478,7 +488,10 @@ impl Mount {
                 if !handles.view.is_snapshot()
                     && let Err(error) = write_back.start(&handles)
                 {
-                    tracing::error!(%error, "open files are committed when they are closed or synced only");
+                    tracing::error!(
+                        error = error_chain::one_line(&error),
+                        "open files are committed when they are closed or synced only"
+                    );
                 }
                 held.gate.open();
                 return false;
@@ -578,7 +591,7 @@ impl Mount {
 impl Drop for Mount {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
-            tracing::warn!(%error, path = %self.at.display(), "unmounting");
+            tracing::warn!(error = error_chain::one_line(&error), path = %self.at.display(), "unmounting");
         }
     }
 }

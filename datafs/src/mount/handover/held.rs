@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use fuser::{Filesystem, Session};
+use millrace_leaf::error_chain;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -224,7 +225,10 @@ impl Held {
                     continue;
                 }
                 Err(error) => {
-                    tracing::error!(%error, "the holder of a mount is heard no more");
+                    tracing::error!(
+                        error = error_chain::one_line(&error),
+                        "the holder of a mount is heard no more"
+                    );
                     return;
                 }
                 Ok(_) if polled[1].revents().is_some_and(|events| !events.is_empty()) => return,
@@ -341,7 +345,7 @@ fn heard(mut control: &File) -> Heard {
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => return last,
             Err(error) => {
-                tracing::warn!(%error, "hearing the holder of a mount");
+                tracing::warn!(error = error_chain::one_line(&error), "hearing the holder of a mount");
                 return Heard::End;
             }
         }

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -258,7 +259,10 @@ fn accept(listener: &OwnedFd, stop: &OwnedFd, shared: &Arc<Shared>) {
         match poll(&mut ready, PollTimeout::NONE) {
             Err(Errno::EINTR) => continue,
             Err(error) => {
-                tracing::error!(%error, "a holder accepts no more connections");
+                tracing::error!(
+                    error = error_chain::one_line(&error),
+                    "a holder accepts no more connections"
+                );
                 return;
             }
             // The other end of the pipe is closed.
@@ -279,7 +283,7 @@ fn accept(listener: &OwnedFd, stop: &OwnedFd, shared: &Arc<Shared>) {
         let to = Arc::clone(shared);
         let thread = std::thread::Builder::new().name("datafs-holder-of".into());
         if let Err(error) = thread.spawn(move || connection::serve(&to, number, &wire)) {
-            tracing::warn!(%error, "a connection to a holder is not served");
+            tracing::warn!(error = error_chain::one_line(&error), "a connection to a holder is not served");
             shared.disconnects(number);
         }
     }
@@ -491,7 +495,11 @@ impl Shared {
                 };
                 tracing::warn!(target = %target.display(), pid = server.pid, "killing a server that does not hand over");
                 if let Err(error) = peer::kill(process) {
-                    tracing::warn!(%error, pid = server.pid, "a server that does not hand over cannot be killed");
+                    tracing::warn!(
+                        error = error_chain::one_line(&error),
+                        pid = server.pid,
+                        "a server that does not hand over cannot be killed"
+                    );
                 }
                 was_killed = true;
                 continue;
@@ -725,7 +733,10 @@ impl Held {
         let made = || -> io::Result<_> { Ok((device::read_init(&device)?, Journal::create()?)) };
         let (init, journal) = made().map_err(failed).inspect_err(|_: &Error| {
             if let Err(error) = place::detach(target, &number, true) {
-                tracing::warn!(%error, path = %target.display(), "a failed mount could not be taken off");
+                tracing::warn!(
+                    error = error_chain::one_line(&error), path = %target.display(),
+                    "a failed mount could not be taken off"
+                );
             }
         })?;
         point::raise_read_ahead(&number);
@@ -768,7 +779,10 @@ impl Held {
     /// Ends a mount without a server.
     fn take_off(self, target: &Path) {
         if let Err(error) = place::detach(target, &self.number, self.waits_forever()) {
-            tracing::warn!(%error, path = %target.display(), "a mount without a server stays");
+            tracing::warn!(
+                error = error_chain::one_line(&error), path = %target.display(),
+                "a mount without a server stays"
+            );
         }
     }
 }

@@ -20,6 +20,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use millrace_leaf::error_chain;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use parking_lot::{Condvar, Mutex};
 
@@ -188,7 +189,10 @@ impl Journal {
         match self.put(slot, record) {
             Ok(()) => Some(slot),
             Err(error) => {
-                tracing::warn!(%error, "an open file is not recorded: it will not survive a crash of its server");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    "an open file is not recorded: it will not survive a crash of its server"
+                );
                 self.state.lock().free.push(slot);
                 None
             }
@@ -201,7 +205,7 @@ impl Journal {
             let mut state = self.state.lock();
             if !state.has_locks {
                 if let Err(error) = self.file.write_all_at(&MAGIC_WITH_LOCKS.to_le_bytes(), 0) {
-                    tracing::warn!(%error, "a lock is not recorded");
+                    tracing::warn!(error = error_chain::one_line(&error), "a lock is not recorded");
                     return None;
                 }
                 state.has_locks = true;
@@ -221,7 +225,7 @@ impl Journal {
     /// Changes the record of an open file.
     pub(in crate::mount) fn update(&self, slot: u32, record: OpenRecord) {
         if let Err(error) = self.put(slot, record) {
-            tracing::warn!(%error, "the record of an open file is outdated");
+            tracing::warn!(error = error_chain::one_line(&error), "the record of an open file is outdated");
         }
     }
 
@@ -274,7 +278,10 @@ impl Journal {
     /// files have recorded the loss.
     pub(in crate::mount) fn clear_overflow(&self) {
         if let Err(error) = self.file.write_all_at(&[0], 16) {
-            tracing::warn!(%error, "the journal of the mount still says that it was full");
+            tracing::warn!(
+                error = error_chain::one_line(&error),
+                "the journal of the mount still says that it was full"
+            );
         }
     }
 
@@ -316,7 +323,7 @@ impl Journal {
     fn clear(&self, slot: u32) -> bool {
         let cleared = self.file.write_all_at(&[0; SLOT_BYTES], u64::from(slot) * SLOT_BYTES as u64);
         if let Err(error) = &cleared {
-            tracing::warn!(%error, "the record of a closed file stays");
+            tracing::warn!(error = error_chain::one_line(&error), "the record of a closed file stays");
         }
         cleared.is_ok()
     }
@@ -353,7 +360,10 @@ impl WriteJournal for Journal {
         }
         let Some(slot) = state.take_slot() else {
             if let Err(error) = self.file.write_all_at(&[1], 16) {
-                tracing::warn!(%error, "the journal of the mount is full and cannot say so");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    "the journal of the mount is full and cannot say so"
+                );
             }
             return;
         };
@@ -383,7 +393,10 @@ impl WriteJournal for Journal {
         if end > state.inos_end {
             state.inos_end = end;
             if let Err(error) = self.file.write_all_at(&end.to_le_bytes(), 8) {
-                tracing::warn!(%error, "reserved inode numbers are not recorded");
+                tracing::warn!(
+                    error = error_chain::one_line(&error),
+                    "reserved inode numbers are not recorded"
+                );
             }
         }
     }

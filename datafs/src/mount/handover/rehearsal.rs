@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 
+use millrace_leaf::error_chain;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike as _};
@@ -104,7 +105,7 @@ pub(in crate::mount) fn claim(input: &[u8], bytes: usize) {
     let claimed = unsafe { libc::madvise(at, len, libc::MADV_POPULATE_WRITE) };
     if let Err(error) = Errno::result(claimed) {
         tracing::warn!(
-            %error,
+            error = error_chain::one_line(&error),
             "no memory for the requests of a mount: if this process is killed, a program may get an error"
         );
     }

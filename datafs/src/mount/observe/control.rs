@@ -121,7 +121,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, watch: &Watch) {
         match poll(&mut ready, PollTimeout::NONE) {
             Err(nix::errno::Errno::EINTR) => continue,
             Err(error) => {
-                tracing::warn!(%error, "a mount tells nothing more of itself");
+                tracing::warn!(error = error_chain::one_line(&error), "a mount tells nothing more of itself");
                 return;
             }
             // The other end of the pipe is closed.

@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
 use chrono::{DateTime, SecondsFormat, Utc};
+use millrace_leaf::error_chain;
 use parking_lot::{Condvar, Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -217,7 +218,10 @@ impl Queue {
                 Err(error) => {
                     self.lost.fetch_add(count, Ordering::Relaxed);
                     if !warned {
-                        tracing::warn!(%error, file = %output.options.file.display(), "a trace loses lines");
+                        tracing::warn!(
+                            error = error_chain::one_line(&error), file = %output.options.file.display(),
+                            "a trace loses lines"
+                        );
                         warned = true;
                     }
                 }

@@ -5,7 +5,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use prost::Message;
 
-use crate::external::{check, files, inline};
+use crate::external::{check, check_initializers, files, inline};
 use crate::onnx::tensor_proto::{DataLocation, DataType};
 use crate::onnx::{
     AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, SparseTensorProto,
@@ -244,4 +244,41 @@ async fn in_tritons_layout_weights_are_files_of_the_folder_and_no_links_out_of_i
     let bytes = outside_of_linear("w.bin").len() as u64;
     let error = attempt(Limits { model_bytes_max: bytes + 31 }).await.unwrap_err();
     assert!(matches!(error, Error::TooLarge { .. }), "{error}");
+}
+
+#[test]
+fn initializers_have_the_elements_that_their_extents_say() {
+    let check = |tensor: TensorProto| {
+        let graph = GraphProto { initializer: vec![tensor], ..Default::default() };
+        check_initializers(&ModelProto { graph: Some(graph), ..Default::default() })
+    };
+    let tensor = |dims: &[i64], raw: Option<usize>, floats: usize| TensorProto {
+        name: Some("w".into()),
+        dims: dims.to_vec(),
+        data_type: Some(DataType::Float as i32),
+        raw_data: raw.map(|bytes| vec![0; bytes]),
+        float_data: vec![0.0; floats],
+        ..Default::default()
+    };
+    for sound in [
+        tensor(&[2, 2], Some(16), 0),
+        tensor(&[2, 2], None, 4),
+        tensor(&[2, 2], Some(0), 4),
+        tensor(&[], Some(4), 0),
+        tensor(&[0, 7], None, 0),
+        outside(&[("location", "w.bin")]),
+    ] {
+        assert_eq!(check(sound), Ok(()));
+    }
+    for (wrong, reason) in [
+        (tensor(&[1 << 40, 1 << 40], Some(32), 0), "too large"),
+        (tensor(&[-1, 4], Some(16), 0), "negative"),
+        (tensor(&[1 << 31, 1 << 31, 2], None, 0), "0 elements instead of"),
+        (tensor(&[2, 2], Some(12), 0), "12 bytes of elements instead of 16"),
+        (tensor(&[2, 2], None, 3), "3 elements instead of 4"),
+        (tensor(&[2, 2], None, 0), "0 elements instead of 4"),
+    ] {
+        let error = check(wrong).unwrap_err();
+        assert!(error.contains("\"w\"") && error.contains(reason), "{error}");
+    }
 }

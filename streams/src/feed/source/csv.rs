@@ -103,6 +103,8 @@ fn kind_of(text: &str) -> Kind {
         };
     }
     match Float64Type::parse(text) {
+        // A number too large for a float, and not the word for infinity.
+        Some(value) if value.is_infinite() && text.bytes().any(|byte| byte.is_ascii_digit()) => Kind::Text,
         Some(_) => Kind::Float,
         None => Kind::Text,
     }

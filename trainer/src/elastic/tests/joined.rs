@@ -1,6 +1,6 @@
 //! Membership of workers that join over the network: they are neither launched nor replaced.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::super::membership::{Action, Membership, Message, Reason, Rules, Verdict};
 use super::{SimulatedJob, closed, formed, rules, sent, spawned, three_joined};

@@ -146,6 +146,14 @@ fn types_widen_over_rows_and_clash_with_their_lines() {
 }
 
 #[test]
+fn csv_numbers_too_large_for_a_float_are_texts() {
+    for (written, kind) in [("1e400", "Utf8"), ("-1e999", "Utf8"), ("1e308", "Float64"), ("inf", "Float64")] {
+        let schema = schema_of("a.csv", format!("a\n{written}\n").as_bytes());
+        assert_eq!(schema.field(0).data_type().to_string(), kind, "{written}");
+    }
+}
+
+#[test]
 fn csv_columns_of_several_types_are_texts() {
     let text = b"n,f,zip,id,mixed,blank\n1,1,01234,99999999999999999999,1,\n-2,2.5,1,1,x,\n";
     let schema = schema_of("a.csv", text);
