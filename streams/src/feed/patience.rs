@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use millrace_leaf::backoff::Backoff;
-use parking_lot::Mutex;
 
 use crate::feed::error::{FeedError, Result};
 
-/// Longest outage, counted from the first read that failed.
+/// Longest outage of one read, counted from its first failure.
 pub(crate) const OUTAGE_MAX: Duration = Duration::from_secs(300);
 
-/// The outage of the brokers that all streams of a feed see.
+/// Patience of all streams of a feed. Each read counts its own outage: a partition without a leader fails while the reads
+/// of other partitions succeed.
 pub(crate) struct Patience {
     limit: Duration,
     pauses: Backoff,
     /// Whether a read has succeeded.
     has_read: AtomicBool,
-    /// The first failure since the last success.
-    since: Mutex<Option<Instant>>,
+    /// Whether the log tells of an outage; the next success ends it.
+    is_away: AtomicBool,
 }
 
 impl Default for Patience {
@@ -34,7 +34,7 @@ impl Default for Patience {
 
 impl Patience {
     fn new(limit: Duration, pauses: Backoff) -> Self {
-        Self { limit, pauses, has_read: AtomicBool::new(false), since: Mutex::new(None) }
+        Self { limit, pauses, has_read: AtomicBool::new(false), is_away: AtomicBool::new(false) }
     }
 
     /// The outcome of a read. One that fails because brokers do not answer is repeated, for [`OUTAGE_MAX`] at most.
@@ -46,38 +46,41 @@ impl Patience {
         mut read: impl FnMut() -> F,
     ) -> Result<T> {
         let mut pauses = self.pauses.clone();
+        let mut since = None;
         loop {
             let error = match read().await {
                 Ok(rows) => {
                     self.has_read.store(true, Ordering::Relaxed);
-                    if self.since.lock().take().is_some() {
+                    if self.is_away.swap(false, Ordering::Relaxed) {
                         tracing::debug!("the brokers give records again");
                     }
                     return Ok(rows);
                 }
                 Err(error) => error,
             };
-            if !self.goes_on(&error) {
+            if !self.goes_on(&error, &mut since) {
                 return Err(error);
             }
             tokio::time::sleep(pauses.jittered()).await;
         }
     }
 
-    /// Whether a read that has failed is made again. Logs the first failure of an outage.
-    fn goes_on(&self, error: &FeedError) -> bool {
+    /// Whether a read that has failed is made again. `since` is the time of its first failure. Logs the first failure of
+    /// an outage.
+    fn goes_on(&self, error: &FeedError, since: &mut Option<Instant>) -> bool {
         let FeedError::Topic { topic, source } = error else { return false };
         if !source.is_retryable() || !self.has_read.load(Ordering::Relaxed) {
             return false;
         }
-        let mut since = self.since.lock();
-        if let Some(since) = *since {
+        if let Some(since) = since {
             return since.elapsed() < self.limit;
         }
         *since = Some(Instant::now());
-        let error = source.to_string();
-        let limit = self.limit.as_secs();
-        tracing::warn!(topic, error, "the brokers give no records; trying again, for up to {limit} s");
+        if !self.is_away.swap(true, Ordering::Relaxed) {
+            let error = source.to_string();
+            let limit = self.limit.as_secs();
+            tracing::warn!(topic, error, "the brokers give no records; trying again, for up to {limit} s");
+        }
         true
     }
 }
@@ -118,7 +121,6 @@ mod tests {
         assert!(matches!(read(&patience, 40, away).await, (Err(FeedError::Topic { .. }), 1)), "no first row");
         assert!(matches!(read(&patience, 0, away).await, (Ok(1), 1)));
         assert!(matches!(read(&patience, 40, away).await, (Ok(41), 41)));
-        assert!(patience.since.lock().is_none(), "the next outage has the whole time");
     }
 
     #[tokio::test]
@@ -141,5 +143,20 @@ mod tests {
         let (outcome, attempts) = read(&patience, 40, away).await;
         assert!(outcome.is_err_and(|error| error.to_string().contains("topic t")));
         assert_eq!(attempts, 2, "the first failure begins the outage");
+    }
+
+    #[tokio::test]
+    async fn successes_of_other_reads_do_not_prolong_an_outage() {
+        let patience = patience(Duration::ZERO);
+        assert!(read(&patience, 0, away).await.0.is_ok());
+        let made = Cell::new(0);
+        let stuck = || async {
+            made.set(made.get() + 1);
+            // Another stream reads another partition meanwhile.
+            assert!(read(&patience, 0, away).await.0.is_ok());
+            if made.get() > 40 { Ok(()) } else { Err(away()) }
+        };
+        assert!(patience.outlast(stuck).await.is_err());
+        assert_eq!(made.get(), 2, "its first failure begins its outage");
     }
 }
