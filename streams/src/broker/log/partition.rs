@@ -1,6 +1,7 @@
 //! One partition as its clients see it: appends that become visible and durable in order, reads
 //! that may wait for more.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -44,6 +45,9 @@ pub(crate) struct Partition {
     durable: AtomicI64,
     /// Held by the task that flushes the log; tasks that wait for it are covered by its flush or the next.
     flushing: tokio::sync::Mutex<()>,
+    /// Held from a flush to its outcome. The kernel reports a failed write to one flush of a file only; a second flush at
+    /// the same time would succeed.
+    syncing: Mutex<()>,
     deleted: AtomicBool,
     storage_failed: AtomicBool,
 }
@@ -73,6 +77,7 @@ impl Partition {
             visible: watch::Sender::new(end),
             durable: AtomicI64::new(end),
             flushing: tokio::sync::Mutex::new(()),
+            syncing: Mutex::new(()),
             deleted: AtomicBool::new(false),
             storage_failed: AtomicBool::new(false),
         }
@@ -144,17 +149,27 @@ impl Partition {
 
     /// Flushes the log to the disk; does nothing for a damaged partition or a deleted topic.
     pub(crate) fn sync(&self) -> io::Result<()> {
+        self.sync_with(File::sync_data)
+    }
+
+    fn sync_with(&self, flush: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
         if self.damage.is_some() {
             return Ok(());
         }
+        let _turn = self.syncing.lock();
         let Ok(mut log) = self.log() else { return Ok(()) };
         let (file, end) = log.sync_target()?;
         // Appends go on during the flush.
         drop(log);
-        if let Some(Err(error)) = file.map(|file| file.sync_data()) {
-            self.log.lock().refuse_writes();
+        let flushed = file.map_or(Ok(()), |file| flush(&file));
+        let mut log = self.log.lock();
+        if let Err(error) = flushed {
+            log.refuse_writes();
             return Err(error);
         }
+        // A new segment may have begun meanwhile. Its flush of the same file then got the error, and this one did not.
+        log.check_writes()?;
+        drop(log);
         self.durable.fetch_max(end, Ordering::AcqRel);
         if self.flush == Flush::Always {
             self.visible.send_if_modified(|visible| {
@@ -304,5 +319,50 @@ impl Partition {
             );
         }
         Refused::new(code, format!("the broker's disk: {error}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::broker::log::tests::batch;
+
+    #[test]
+    fn a_flush_that_fails_elsewhere_makes_no_record_durable() {
+        let dir = TempDir::new().unwrap();
+        let config = crate::broker::Config { flush: Flush::Always, ..crate::broker::Config::default() };
+        let partition = Partition::open("t", 0, dir.path(), &config);
+        partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+        let synced = partition.sync_with(|_| {
+            // The segment ends during the flush, and its last flush gets the error of the disk.
+            partition.log.lock().refuse_writes();
+            Ok(())
+        });
+        assert!(synced.is_err());
+        assert_eq!((partition.durable.load(Ordering::Acquire), partition.high_watermark()), (0, 0));
+        assert!(partition.sync().is_err(), "only a restart repairs it");
+        assert!(partition.append(&batch((-1, -1, -1), 0, &[b"v"])).is_err());
+    }
+
+    #[test]
+    fn a_segment_that_begins_during_a_flush_does_not_fail_it() {
+        let dir = TempDir::new().unwrap();
+        let config = crate::broker::Config {
+            flush: Flush::Always,
+            segment_bytes_max: 1,
+            ..crate::broker::Config::default()
+        };
+        let partition = Partition::open("t", 0, dir.path(), &config);
+        partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+        let synced = partition.sync_with(|file| {
+            partition.append(&batch((-1, -1, -1), 0, &[b"w"])).unwrap();
+            file.sync_data()
+        });
+        synced.unwrap();
+        assert_eq!(partition.high_watermark(), 1, "the second record was not flushed");
+        partition.sync().unwrap();
+        assert_eq!(partition.high_watermark(), 2);
     }
 }

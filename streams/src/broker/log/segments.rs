@@ -315,6 +315,14 @@ impl Segments {
         }
     }
 
+    /// Fails where the log refuses appends and flushes.
+    ///
+    /// # Errors
+    /// After a failed flush, or a failed write that could not be undone.
+    pub(crate) fn check_writes(&self) -> io::Result<()> {
+        self.list.last().map_or(Ok(()), Segment::check)
+    }
+
     /// The file to flush, if any, and the offset up to which the flush makes the log durable.
     pub(crate) fn sync_target(&mut self) -> io::Result<(Option<Arc<File>>, i64)> {
         let end = self.end_offset();
@@ -328,7 +336,7 @@ impl Segments {
     }
 
     /// Removes the oldest segments that are beyond `retention`; returns their number. The last one is removed
-    /// only when `wait_durable` says that its records are durable.
+    /// only when `settled`: consumers may see all of its records.
     ///
     /// # Errors
     /// The file system's; the log is then consistent, and the next call continues.
