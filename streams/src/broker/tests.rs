@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::FutureExt;
-use kafka_protocol::messages::{ApiKey, ApiVersionsResponse, ResponseHeader};
-use kafka_protocol::protocol::Decodable;
+use kafka_protocol::messages::fetch_request::{FetchPartition, FetchTopic};
+use kafka_protocol::messages::{
+    ApiKey, ApiVersionsResponse, FetchRequest, FetchResponse, ResponseHeader, TopicName,
+};
+use kafka_protocol::protocol::{Decodable, Encodable, StrBytes};
 use proptest::prelude::*;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
@@ -263,6 +266,68 @@ fn a_frame_is_released_before_its_answer_is_reserved() {
             Reply::Frame { .. }
         ));
     });
+}
+
+/// A broker with 1 MiB for responses and 100 small batches of topic `t`, and the bytes of one batch.
+fn broker_with_small_batches(dir: &TempDir) -> (BrokerState, usize) {
+    let shared = shared(dir, config_on_free_port());
+    shared.store.create("t", 1).unwrap();
+    let small = batch((-1, -1, -1), 0, &[&[7; 100]]);
+    append(&shared, &small, 100);
+    (shared, small.len())
+}
+
+fn append(shared: &BrokerState, records: &[u8], times: usize) {
+    let partition = shared.store.partition("t", 0).unwrap();
+    for _ in 0..times {
+        partition.append(records).unwrap();
+    }
+}
+
+/// Fetches partition 0 of topic `t` from `offset` on, and returns the bytes of its records.
+async fn fetch(shared: &BrokerState, offset: i64, partition_bytes_max: i32) -> usize {
+    let partition =
+        FetchPartition::default().with_fetch_offset(offset).with_partition_max_bytes(partition_bytes_max);
+    let topic = FetchTopic::default()
+        .with_topic(TopicName(StrBytes::from_static_str("t")))
+        .with_partitions(vec![partition]);
+    let request = FetchRequest::default().with_max_bytes(i32::MAX).with_topics(vec![topic]);
+    let mut body = BytesMut::new();
+    request.encode(&mut body, 4).unwrap();
+    let Reply::Frame { frame, .. } = ask(shared, ApiKey::Fetch as i16, 4, &body).await else {
+        panic!("no answer");
+    };
+    let mut body = frame.slice(4..);
+    ResponseHeader::decode(&mut body, 0).unwrap();
+    let response = FetchResponse::decode(&mut body, 4).unwrap();
+    let partition = &response.responses[0].partitions[0];
+    assert_eq!(partition.error_code, code::NONE);
+    partition.records.as_ref().map_or(0, Bytes::len)
+}
+
+#[tokio::test]
+async fn a_fetch_reads_no_more_than_it_has_reserved() {
+    let dir = TempDir::new().unwrap();
+    let (shared, small) = broker_with_small_batches(&dir);
+    let rest = shared.memory.reserve(usize::MAX).await;
+    let mut fetched = std::pin::pin!(fetch(&shared, 0, i32::MAX));
+    assert!((&mut fetched).now_or_never().is_none(), "there is no memory");
+    append(&shared, &batch((-1, -1, -1), 0, &[&vec![7; 900_000]]), 3);
+    drop(rest);
+    assert_eq!(fetched.await, 100 * small, "the size at the time of the reservation");
+}
+
+#[tokio::test]
+async fn a_batch_that_is_larger_than_the_limits_of_a_fetch_is_reserved_as_a_whole() {
+    let dir = TempDir::new().unwrap();
+    let (shared, _) = broker_with_small_batches(&dir);
+    let large = batch((-1, -1, -1), 0, &[&vec![7; 300_000]]);
+    append(&shared, &large, 2);
+    let rest = shared.memory.reserve(700_000).await;
+    let mut fetched = std::pin::pin!(fetch(&shared, 100, 1));
+    assert!((&mut fetched).now_or_never().is_none(), "the batch and its copy need 600 kB");
+    drop(rest);
+    assert_eq!(fetched.await, large.len());
 }
 
 #[tokio::test]

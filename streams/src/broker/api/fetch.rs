@@ -58,10 +58,27 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
     let ready = wait_for(context, &requested, bytes_min, bytes_max, wait).await;
 
     // Responses count against the memory of all connections until they are sent. They count twice, because
-    // the encoded frame is a copy.
-    let held = shared.memory.reserve(ready.min(bytes_max).saturating_mul(2)).await;
-    let response = read(&requested, bytes_max);
-    context.reply_holding(&response, held)
+    // the encoded frame is a copy. Records that came during the wait are left for the next fetch.
+    let mut bytes = ready.min(bytes_max);
+    let mut held = shared.memory.reserve(bytes.saturating_mul(2)).await;
+    let mut answered = read(&requested, bytes, false);
+    if answered.is_blocked {
+        // The client makes progress also where its limits are below a batch. The memory is released first, so
+        // that no response holds memory that another one waits for.
+        drop(held);
+        bytes = bytes.max(first_batch_bytes(&requested));
+        held = shared.memory.reserve(bytes.saturating_mul(2)).await;
+        answered = read(&requested, bytes, true);
+    }
+    metrics::BROKER_FETCHED_BYTES.inc_by(answered.bytes as u64);
+    context.reply_holding(&answered.response, held)
+}
+
+/// Bytes of the first batch of the first partition that has records for the request; 0 without one.
+fn first_batch_bytes(requested: &[(TopicName, Vec<PartitionRequest>)]) -> usize {
+    let all = requested.iter().flat_map(|(_, partitions)| partitions);
+    let bytes = |asked: &PartitionRequest| asked.partition.as_ref().ok()?.batch_bytes(asked.offset).ok();
+    all.filter_map(bytes).find(|bytes| *bytes > 0).unwrap_or(0)
 }
 
 /// Waits until `bytes_min` can be read, a partition fails, `wait` is over, or the broker stops. Returns about
@@ -112,9 +129,19 @@ async fn wait_for(
     }
 }
 
-fn read(requested: &[(TopicName, Vec<PartitionRequest>)], bytes_max: usize) -> FetchResponse {
-    let mut left = bytes_max;
-    let mut empty = true;
+/// Outcome of a read.
+struct Answered {
+    response: FetchResponse,
+    /// Bytes of the records.
+    bytes: usize,
+    /// Whether the first partition with records gave none: its first batch is larger than the limits.
+    is_blocked: bool,
+}
+
+/// Reads `bytes_max` at most. With `at_least_one`, the first batch of the first partition with records may be larger.
+fn read(requested: &[(TopicName, Vec<PartitionRequest>)], bytes_max: usize, at_least_one: bool) -> Answered {
+    let mut bytes = 0;
+    let mut is_blocked = false;
     let mut topics = Vec::with_capacity(requested.len());
     for (topic, partitions) in requested {
         let mut answers = Vec::with_capacity(partitions.len());
@@ -124,14 +151,14 @@ fn read(requested: &[(TopicName, Vec<PartitionRequest>)], bytes_max: usize) -> F
                 // The watermark is read before the records, so that it is never ahead of the log that they
                 // come from.
                 let high = partition.high_watermark();
-                let records = partition.read(requested.offset, left.min(requested.bytes_max), empty)?;
+                let limit = bytes_max.saturating_sub(bytes).min(requested.bytes_max);
+                let records = partition.read(requested.offset, limit, at_least_one && bytes == 0)?;
                 Ok((high, partition.start_offset(), records))
             });
             answers.push(match read {
                 Ok((high, start, records)) => {
-                    left = left.saturating_sub(records.len());
-                    empty &= records.is_empty();
-                    metrics::BROKER_FETCHED_BYTES.inc_by(records.len() as u64);
+                    is_blocked |= bytes == 0 && records.is_empty() && requested.offset < high;
+                    bytes += records.len();
                     answer
                         .with_high_watermark(high)
                         .with_last_stable_offset(high)
@@ -147,5 +174,5 @@ fn read(requested: &[(TopicName, Vec<PartitionRequest>)], bytes_max: usize) -> F
         }
         topics.push(FetchableTopicResponse::default().with_topic(topic.clone()).with_partitions(answers));
     }
-    FetchResponse::default().with_responses(topics)
+    Answered { response: FetchResponse::default().with_responses(topics), bytes, is_blocked }
 }

@@ -251,6 +251,15 @@ impl Partition {
         place.read(offset, high, bytes_max, at_least_one).map_err(|error| self.storage_failed(&error))
     }
 
+    /// Bytes of the batch that holds `offset`; 0 at the end of the log.
+    pub(crate) fn batch_bytes(&self, offset: i64) -> Result<usize, Refused> {
+        if offset == self.check(offset)? {
+            return Ok(0);
+        }
+        let place = self.log()?.read_position(offset).map_err(|error| self.storage_failed(&error))?;
+        place.batch_bytes(offset).map_err(|error| self.storage_failed(&error))
+    }
+
     /// Offset and timestamp of the first visible record at or after `timestamp`.
     pub(crate) fn by_time(&self, timestamp: i64) -> Result<Option<(i64, i64)>, Refused> {
         let high = self.high_watermark();

@@ -343,6 +343,24 @@ impl ReadPosition {
         Ok(buffer)
     }
 
+    /// Bytes of the batch that holds `offset`; 0 when the segment ends before it.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] for a damaged header before it; the file system's.
+    pub(crate) fn batch_bytes(&self, offset: i64) -> io::Result<usize> {
+        let mut position = self.position;
+        while position < self.end {
+            let header = Header::parse(&self.chunk(position, HEADER_BYTES)?);
+            let header = header.map_err(|_| self.damaged(position))?;
+            if header.next_offset() > offset {
+                // No more than the file holds, whatever a damaged header says.
+                return Ok(header.bytes.min(usize::try_from(self.end - position).unwrap_or(usize::MAX)));
+            }
+            position += header.bytes as u64;
+        }
+        Ok(0)
+    }
+
     fn chunk(&self, position: u64, bytes: usize) -> io::Result<Vec<u8>> {
         let left = self.end.saturating_sub(position);
         let mut buffer = vec![0; bytes.min(usize::try_from(left).unwrap_or(usize::MAX))];
