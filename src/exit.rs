@@ -34,7 +34,9 @@ fn ingest(error: &millrace_ingest::Error) -> Exit {
     use millrace_ingest::Error as E;
     match error {
         E::InvalidJob { .. } => Exit::Usage,
-        E::TopicMissing { .. } | E::VolumeMissing { .. } | E::OffsetLost { .. } => Exit::NotFound,
+        E::TopicMissing { .. } | E::VolumeMissing { .. } | E::OffsetLost { .. } | E::TopicShorter { .. } => {
+            Exit::NotFound
+        }
         E::Fenced { .. }
         | E::SchemaMismatch { .. }
         | E::JobChanged { .. }

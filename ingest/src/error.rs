@@ -162,6 +162,24 @@ pub enum Error {
         /// The cause.
         why: &'static str,
     },
+    /// The topic lost records that had not landed yet: they were in it when the run began. Nothing that landed is
+    /// missing in the topic, and the next run continues at the committed offset.
+    #[error(
+        "ingest job {job}: topic {topic} partition {partition} ended at offset {end} when the run began and ends at \
+         {high} now: the brokers lost records, or the topic was created again; run again to check it and to continue"
+    )]
+    TopicShorter {
+        /// Job.
+        job: String,
+        /// Topic.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// Offset after the topic's last as the run began.
+        end: i64,
+        /// Offset after the topic's last now.
+        high: i64,
+    },
     /// The disk is full; nothing half-written is visible. Free space and run again.
     #[error(
         "ingest job {job}: no space left while landing in volume {volume}; none of its rows \
@@ -244,7 +262,7 @@ impl Error {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::NoSpace { .. } => true,
+            Self::NoSpace { .. } | Self::TopicShorter { .. } => true,
             Self::Topic { source, .. } => source.is_retryable(),
             Self::Volume { source, .. } | Self::State(source) => source.is_retryable(),
             _ => false,

@@ -29,6 +29,9 @@
 //! was removed from the topic meanwhile, and where the topic grows beyond the position within seconds while a
 //! run reads it. Land such a topic under a new job name and path.
 //!
+//! A broker may lose its last records: a power loss with `flush = "os"`, an unclean election of a leader. Where
+//! they had not landed yet, the run fails as [`Error::TopicShorter`], and the next run continues.
+//!
 //! # Files
 //!
 //! `<path>/[dt=YYYY-MM-DD/hr=HH/]<partition>-<first offset>-<last offset>.parquet` with row groups

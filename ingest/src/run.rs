@@ -306,7 +306,7 @@ impl Reader {
                     tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "reading continues once the brokers answer");
                     None
                 }
-                Err(error) => return Err(topic_error(&self.job, &self.kafka, error)),
+                Err(error) => return Err(self.failed(error)),
             };
             if let Some(input) = input {
                 for ((_, partition), next) in consumer.positions() {
@@ -319,7 +319,8 @@ impl Reader {
                 heard = Instant::now();
             } else if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX {
                 // Fails when no broker answers or the topic is gone.
-                watermarks(&self.job, &self.kafka).await?;
+                let marks = watermarks(&self.job, &self.kafka).await?;
+                self.check_ends(&ends, &marks)?;
                 tracing::info!(
                     job = self.job.name(),
                     topic = self.job.topic(),
@@ -328,6 +329,35 @@ impl Reader {
                 heard = Instant::now();
             }
         }
+    }
+
+    /// The error of a read.
+    fn failed(&self, error: millrace_streams::Error) -> Error {
+        match error {
+            // The position is still in the topic: only records that were not read yet are lost.
+            millrace_streams::Error::OffsetOutOfRange { partition, requested: end, low, high, .. }
+                if self.positions.get(&partition).is_some_and(|at| (low..=high).contains(at)) =>
+            {
+                self.shorter(partition, end, high)
+            }
+            error => topic_error(&self.job, &self.kafka, error),
+        }
+    }
+
+    /// Fails where the topic is shorter than at the start of the run: it would never reach these ends.
+    fn check_ends(&self, ends: &BTreeMap<i32, i64>, marks: &Marks) -> Result<()> {
+        for (&partition, &end) in ends {
+            let (_, high) = marks.get(&partition).copied().unwrap_or_default();
+            if high < end {
+                return Err(self.shorter(partition, end, high));
+            }
+        }
+        Ok(())
+    }
+
+    fn shorter(&self, partition: i32, end: i64, high: i64) -> Error {
+        let (job, topic) = (self.job.name().to_owned(), self.job.topic().to_owned());
+        Error::TopicShorter { job, topic, partition, end, high }
     }
 
     /// Positions that moved without a record.

@@ -61,17 +61,19 @@ pub enum Error {
         /// Number of partitions that the topic has.
         partitions: i32,
     },
-    /// The start offset is not in the log: records were deleted, or the topic was deleted and created again.
+    /// The offset is not in the log: records were deleted or lost, or the topic was deleted and created again. An offset
+    /// above the log's end may be the end that the log had when reading began.
     #[error(
         "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
-         the records were deleted or the topic was created again (start from the earliest offset to continue)"
+         retention deleted the records, the brokers lost them, or the topic was created again \
+         (run again; if that fails too, start from the earliest offset)"
     )]
     OffsetOutOfRange {
         /// Topic name.
         topic: String,
         /// Partition.
         partition: i32,
-        /// The offset asked for.
+        /// The offset that the reader needs.
         requested: i64,
         /// First offset in the log.
         low: i64,
@@ -81,8 +83,8 @@ pub enum Error {
     /// Records of a bounded range are not in the log any more: start a new run.
     #[error(
         "topic {topic} partition {partition}: the records from offset {first} up to before {next} are needed, and the log has \
-         those from {low} up to before {high}; retention removed the others, or the topic was deleted and created again: \
-         begin a new run (millrace train --abandon-run, or a feed without its offsets), or land topics and feed snapshots"
+         those from {low} up to before {high}; retention removed the others, the brokers lost them, or the topic was \
+         deleted and created again: begin a new run (millrace train --abandon-run, or a feed without its offsets), or land topics and feed snapshots"
     )]
     RecordsRemoved {
         /// Topic name.
@@ -383,6 +385,7 @@ impl Error {
                         | rdkafka::types::RDKafkaErrorCode::RequestTimedOut
                         | rdkafka::types::RDKafkaErrorCode::NotLeaderForPartition
                         | rdkafka::types::RDKafkaErrorCode::LeaderNotAvailable
+                        | rdkafka::types::RDKafkaErrorCode::OffsetNotAvailable
                 )
             ),
             _ => false,

@@ -12,6 +12,7 @@ mod consumer;
 mod headers;
 mod producer;
 mod span;
+mod tail;
 
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
 pub use batch::{Records, blank_record, schema};

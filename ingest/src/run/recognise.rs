@@ -24,7 +24,8 @@ const PARTITIONS_AT_ONCE: usize = 8;
 /// retention or compaction removed meanwhile cannot be compared and are skipped.
 ///
 /// # Errors
-/// [`Error::TopicReplaced`]; [`Error::Topic`] when the brokers do not send the records.
+/// [`Error::TopicReplaced`]; [`Error::OffsetLost`] when the topic has become shorter meanwhile; [`Error::Topic`] when the
+/// brokers do not send the records.
 pub(super) async fn check(
     job: &Job,
     kafka: &KafkaConfig,
@@ -51,8 +52,10 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
     let start: Vec<(String, i32, i64)> =
         some.iter().map(|partition| (job.topic().to_owned(), *partition, open[partition].offset)).collect();
     let mut consumer = match Consumer::assign(kafka, &start).await {
-        // The record was removed after the watermarks were read.
-        Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+        // Retention removed the record after the watermarks were read. A topic that ends before it is an error.
+        Err(millrace_streams::Error::OffsetOutOfRange { partition, requested, low, .. })
+            if requested < low =>
+        {
             open.remove(&partition);
             return Ok(());
         }
@@ -67,7 +70,9 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
             }
             Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
             // The consumer has ended; the next call retries the partitions that are still open.
-            Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+            Err(millrace_streams::Error::OffsetOutOfRange { partition, requested, low, .. })
+                if requested < low =>
+            {
                 open.remove(&partition);
                 return Ok(());
             }

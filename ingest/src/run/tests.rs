@@ -54,6 +54,35 @@ fn new_partitions_are_read_from_their_first_record() {
     assert_eq!(watched.borrow().lag(), 12 + 4);
 }
 
+#[test]
+fn records_lost_beyond_the_position_let_the_next_run_continue() {
+    let (inputs, _received) = mpsc::channel(1);
+    let (progress, _) = watch::channel(Progress::default());
+    let reader = Reader {
+        job: Arc::new(job()),
+        kafka: KafkaConfig::new("127.0.0.1:1"),
+        positions: BTreeMap::from([(0, 8)]),
+        inputs,
+        progress,
+    };
+    let lost = |requested, low, high| {
+        let (topic, partition) = ("events".to_owned(), 0);
+        reader.failed(millrace_streams::Error::OffsetOutOfRange { topic, partition, requested, low, high })
+    };
+    let shorter = lost(20, 0, 8);
+    assert!(matches!(shorter, Error::TopicShorter { partition: 0, end: 20, high: 8, .. }), "{shorter:?}");
+    assert!(shorter.is_retryable(), "nothing that landed is lost");
+    for lost in [lost(20, 0, 7), lost(8, 9, 20)] {
+        assert!(matches!(lost, Error::OffsetLost { .. }), "{lost:?}");
+    }
+    let ends = BTreeMap::from([(0, 20)]);
+    assert!(reader.check_ends(&ends, &marks(&[(0, 0, 20)])).is_ok());
+    for shorter in [marks(&[(0, 0, 19)]), marks(&[])] {
+        let error = reader.check_ends(&ends, &shorter).unwrap_err();
+        assert!(matches!(error, Error::TopicShorter { end: 20, .. }), "{error:?}");
+    }
+}
+
 #[tokio::test]
 async fn cancellation_does_not_wait_for_brokers() {
     let home = tempfile::tempdir().unwrap();

@@ -192,7 +192,9 @@ impl AnsweredOffsets {
         let start: Vec<(String, i32, i64)> =
             some.iter().map(|partition| (self.input.clone(), *partition, open[partition])).collect();
         let mut consumer = match Consumer::assign(kafka, &start).await {
-            Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+            Err(millrace_streams::Error::OffsetOutOfRange { partition, requested, low, .. })
+                if requested < low =>
+            {
                 open.remove(&partition);
                 return Ok(());
             }
@@ -213,7 +215,9 @@ impl AnsweredOffsets {
                 }
                 Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
                 // The consumer has ended; the caller compares the remaining partitions again.
-                Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+                Err(millrace_streams::Error::OffsetOutOfRange { partition, requested, low, .. })
+                    if requested < low =>
+                {
                     open.remove(&partition);
                     return Ok(());
                 }

@@ -185,6 +185,7 @@ impl Consumer {
             kafka: kafka.clone(),
             stop: stop.clone(),
             away_since: None,
+            tails: BTreeMap::new(),
         };
         std::thread::Builder::new()
             .name("streams-consumer".to_string())
@@ -204,7 +205,8 @@ impl Consumer {
     /// [`Error::Unreachable`] every 30 s while no broker answers (call again to continue waiting);
     /// [`Error::Undecodable`] for a batch that is skipped (call again to continue after it).
     /// [`Error::OffsetOutOfRange`], [`Error::Damaged`], [`Error::UnknownTopic`] and [`Error::Client`] end the
-    /// consumer, afterwards [`Error::Closed`].
+    /// consumer, afterwards [`Error::Closed`]. A log that lost offsets below its end at the start is
+    /// [`Error::OffsetOutOfRange`] of that end: [`Consumer::positions`] does not pass lost offsets.
     pub async fn next(
         &mut self,
         rows_max: usize,

@@ -17,6 +17,7 @@ use rdkafka::types::RDKafkaErrorCode as Code;
 
 use super::admin::watermarks_of;
 use super::client::{ANSWER_WAIT, Context, client_config, partitions, translate};
+use super::tail::{self, TailAction};
 use crate::config::KafkaConfig;
 use crate::error::{Error, Result};
 
@@ -136,12 +137,15 @@ impl SpanReader {
         if offsets.is_empty() {
             return Ok(());
         }
-        let mut is_continued = self.is_at(partition, offsets.start);
+        let is_continued = self.is_at(partition, offsets.start);
         // A range that ends early leaves the client at an unknown place.
         self.at = None;
         if !is_continued {
             self.assign(partition, &offsets)?;
         }
+        // As of `tail::at_end`: an assignment checks the log. The report of an end may have waited since the range
+        // before, when the log was shorter.
+        let mut is_confirmed = !is_continued;
         let mut next = offsets.start;
         let mut since = Instant::now();
         while next < offsets.end {
@@ -153,6 +157,7 @@ impl SpanReader {
                 Some(Ok(message)) if message.offset() >= offsets.end => return Ok(()),
                 Some(Ok(message)) => {
                     since = Instant::now();
+                    is_confirmed = false;
                     next = message.offset() + 1;
                     let record = Record {
                         offset: message.offset(),
@@ -166,13 +171,18 @@ impl SpanReader {
                         return Ok(());
                     }
                 }
-                // The event may have waited since the range before, when the log was shorter.
-                Some(Err(KafkaError::PartitionEOF(of))) if of == partition && is_continued => {
-                    is_continued = false;
-                    self.assign(partition, &(next..offsets.end))?;
+                Some(Err(KafkaError::PartitionEOF(of))) if of == partition => {
+                    let rest = next..offsets.end;
+                    let found = tail::at_end(&self.client, (&self.topic, partition), rest.end, is_confirmed);
+                    match found.map_err(|error| self.failed(partition, next, since, error))? {
+                        TailAction::Pass => break,
+                        TailAction::ReadAgain => self.assign(partition, &rest)?,
+                        TailAction::Fail { low, high } => {
+                            return Err(self.removed(partition, &rest, (low, high)));
+                        }
+                    }
+                    is_confirmed = true;
                 }
-                // All records up to the end of the log were read, and the range ended within it.
-                Some(Err(KafkaError::PartitionEOF(of))) if of == partition => break,
                 Some(Err(KafkaError::PartitionEOF(_))) | None => {}
                 Some(Err(error)) => self.check(partition, &(next..offsets.end), error)?,
             }
@@ -186,8 +196,7 @@ impl SpanReader {
 
     fn assign(&self, partition: i32, offsets: &Range<i64>) -> Result<()> {
         let started = Instant::now();
-        let action = format!("read topic {} partition {partition}", self.topic);
-        let failed = |error| translate(&self.kafka, &self.context, &action, started.elapsed(), error);
+        let failed = |error| self.failed(partition, offsets.start, started, error);
         let away = |error: Error| match error {
             Error::Unreachable { .. } => self.away(partition, offsets.start, started.elapsed()),
             error => error,
@@ -201,13 +210,22 @@ impl SpanReader {
             return Err(Error::RecordsChanged { topic, partition, first, next });
         }
         let marks = self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT);
-        let (low, high) = marks.map_err(failed).map_err(away)?;
+        let (low, high) = marks.map_err(failed)?;
         if offsets.start < low || offsets.end > high {
             return Err(self.removed(partition, offsets, (low, high)));
         }
         let mut list = TopicPartitionList::new();
         list.add_partition_offset(&self.topic, partition, Offset::Offset(offsets.start)).map_err(failed)?;
         self.client.assign(&list).map_err(failed)
+    }
+
+    /// The error of a call for the record at `next` that began at `started`.
+    fn failed(&self, partition: i32, next: i64, started: Instant, error: KafkaError) -> Error {
+        let action = format!("read topic {} partition {partition}", self.topic);
+        match translate(&self.kafka, &self.context, &action, started.elapsed(), error) {
+            Error::Unreachable { .. } => self.away(partition, next, started.elapsed()),
+            error => error,
+        }
     }
 
     fn removed(&self, partition: i32, offsets: &Range<i64>, (low, high): (i64, i64)) -> Error {

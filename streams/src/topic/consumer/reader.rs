@@ -21,12 +21,15 @@ use crate::topic::admin::watermarks_of;
 use crate::topic::batch::Chunk;
 use crate::topic::client::{ANSWER_WAIT, Context, partitions, translate};
 use crate::topic::headers::headers;
+use crate::topic::tail::{self, TailAction};
 
 /// A chunk is passed on at this many rows or bytes, or when nothing more is ready.
 const CHUNK_ROWS: usize = 8_192;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Time without brokers after which the caller gets an error; the error repeats at this interval.
 const AWAY_MAX: Duration = Duration::from_secs(30);
+/// Pause before brokers that did not answer are asked again for the end of a partition.
+const TAIL_PAUSE: Duration = Duration::from_secs(5);
 /// Interval at which the thread checks whether it should stop.
 pub(super) const POLL: Duration = Duration::from_millis(100);
 
@@ -43,6 +46,17 @@ pub(super) struct Reader {
     pub(super) kafka: KafkaConfig,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) away_since: Option<Instant>,
+    /// Partitions of a single topic whose log ended before the expected end.
+    pub(super) tails: BTreeMap<i32, Tail>,
+}
+
+/// A partition whose log ended before the expected end: see [`tail`].
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Tail {
+    /// The end was reported. `is_confirmed` as of [`tail::at_end`]; brokers are asked at `check_at`.
+    Reported { is_confirmed: bool, check_at: Instant },
+    /// The log held all offsets before the expected end, and is read from the position again.
+    ReadAgain,
 }
 
 impl Reader {
@@ -73,9 +87,9 @@ impl Reader {
                 found.push(chunk.finish().map_or_else(Read::Failed, Read::Chunk));
             }
             if idle || !ended.is_empty() {
-                let passed = self.passed(&ended);
-                if !passed.is_empty() {
-                    found.push(Read::Passed(passed));
+                match self.passed(&ended) {
+                    Ok(passed) if passed.is_empty() => {}
+                    passed => found.push(passed.map_or_else(Read::Failed, Read::Passed)),
                 }
             }
             let problem = problem.and_then(|error| self.reported_error(error)).or_else(|| self.probe());
@@ -89,11 +103,12 @@ impl Reader {
         }
     }
 
-    /// Positions that moved beyond the records that were handed out.
+    /// Positions that moved beyond the records that were handed out. `ended` has the partitions whose end was
+    /// reported.
     ///
     /// The client's position passes transaction markers. After a compacted batch without records, only the
-    /// end-of-partition event shows that all was read up to the end as it was at the start.
-    fn passed(&mut self, ended: &[i32]) -> BTreeMap<(String, i32), i64> {
+    /// report of the end shows that all was read up to the end as it was at the start.
+    fn passed(&mut self, ended: &[i32]) -> Result<BTreeMap<(String, i32), i64>> {
         let mut reached = Vec::new();
         if let Ok(positions) = self.client.position() {
             for element in positions.elements() {
@@ -103,20 +118,76 @@ impl Reader {
                 }
             }
         }
-        // The event does not name the topic.
-        if let [ends] = &self.ends[..] {
-            let end = |partition: &i32| ends.get(partition).map(|end| (0, *partition, *end));
-            reached.extend(ended.iter().filter_map(end));
-        }
         let mut passed = BTreeMap::new();
         for (topic, partition, offset) in reached {
-            let next = self.next[topic].entry(partition).or_insert(0);
-            if offset > *next {
-                *next = offset;
-                passed.insert((self.topics[topic].clone(), partition), offset);
+            self.pass(topic, partition, offset, &mut passed);
+        }
+        // The report does not name the topic.
+        if self.topics.len() == 1 {
+            for partition in ended {
+                let is_confirmed = matches!(self.tails.get(partition), Some(Tail::ReadAgain));
+                self.tails.insert(*partition, Tail::Reported { is_confirmed, check_at: Instant::now() });
+            }
+            for (partition, end) in self.passed_tails()? {
+                self.pass(0, partition, end, &mut passed);
             }
         }
-        passed
+        Ok(passed)
+    }
+
+    fn pass(&mut self, topic: usize, partition: i32, offset: i64, passed: &mut BTreeMap<(String, i32), i64>) {
+        let next = self.next[topic].entry(partition).or_insert(0);
+        if offset > *next {
+            *next = offset;
+            passed.insert((self.topics[topic].clone(), partition), offset);
+        }
+    }
+
+    /// Checks the partitions whose log ended before the expected end. Returns those that continue at that end.
+    ///
+    /// # Errors
+    /// [`Error::OffsetOutOfRange`] for a log that has become shorter; other errors that do not pass.
+    fn passed_tails(&mut self) -> Result<Vec<(i32, i64)>> {
+        let (topic, now) = (self.topics[0].clone(), Instant::now());
+        let mut passed = Vec::new();
+        for (partition, reported) in self.tails.clone() {
+            let Tail::Reported { is_confirmed, check_at } = reported else { continue };
+            let next = self.next[0].get(&partition).copied().unwrap_or(0);
+            let Some(end) = self.ends[0].get(&partition).copied().filter(|end| next < *end) else {
+                self.tails.remove(&partition);
+                continue;
+            };
+            if check_at > now {
+                continue;
+            }
+            match tail::at_end(&self.client, (&topic, partition), end, is_confirmed) {
+                Ok(TailAction::Pass) => {
+                    self.tails.remove(&partition);
+                    passed.push((partition, end));
+                }
+                Ok(TailAction::ReadAgain) => {
+                    self.client.seek(&topic, partition, Offset::Offset(next), ANSWER_WAIT).map_err(
+                        |error| {
+                            let action = format!("read the end of topic {topic} partition {partition} again");
+                            translate(&self.kafka, &self.context, &action, ANSWER_WAIT, error)
+                        },
+                    )?;
+                    self.tails.insert(partition, Tail::ReadAgain);
+                }
+                Ok(TailAction::Fail { low, high }) => {
+                    return Err(Error::OffsetOutOfRange { topic, partition, requested: end, low, high });
+                }
+                Err(error) => match self.reported_error(error) {
+                    Some(error) if !error.is_retryable() => return Err(error),
+                    // Records may have come since the report, so that it confirms nothing any more.
+                    _ => {
+                        let check_at = Instant::now() + TAIL_PAUSE;
+                        self.tails.insert(partition, Tail::Reported { is_confirmed: false, check_at });
+                    }
+                },
+            }
+        }
+        Ok(passed)
     }
 
     fn take(&mut self, chunk: &mut Chunk, message: &rdkafka::message::BorrowedMessage<'_>) {
