@@ -143,8 +143,8 @@ impl Feed {
     ///
     /// # Errors
     /// [`FeedError::NoColumn`], [`FeedError::SchemaConflict`] and [`FeedError::DuplicateColumn`] for a
-    /// column that is delivered, [`FeedError::Invalid`] for a column named twice, an image column of another type,
-    /// columns or images beside packed tokens, or options out of bounds.
+    /// column that is delivered. [`FeedError::Invalid`] for a column named twice, an image column of another type, or
+    /// columns or images beside packed tokens. The same for options out of bounds.
     pub fn open(
         plan: impl Into<Arc<Plan>>,
         store: Arc<dyn ObjectStore>,

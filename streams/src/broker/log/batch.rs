@@ -1,10 +1,14 @@
 //! Record batches of message format 2: header, checks, and walking the records inside.
 //!
-//! Layout (Kafka protocol guide, "Record Batch"): base offset i64, length i32 (of what follows),
-//! leader epoch i32, magic i8, CRC-32C u32 (of what follows), attributes i16, last offset delta
-//! i32, base timestamp i64, max timestamp i64, producer id i64, producer epoch i16, base sequence
-//! i32, record count i32, records. The broker changes only the base offset and the leader epoch,
-//! both outside of the checksum.
+//! Layout (Kafka protocol guide, "Record Batch"), in this order:
+//!
+//! - base offset i64, length i32 (of what follows), leader epoch i32, magic i8,
+//! - CRC-32C u32 (of what follows), attributes i16, last offset delta i32,
+//! - base timestamp i64, max timestamp i64,
+//! - producer id i64, producer epoch i16, base sequence i32,
+//! - record count i32, records.
+//!
+//! The broker changes only the base offset and the leader epoch, both outside of the checksum.
 
 use std::io::{BufRead, BufReader};
 
