@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs chart cluster cluster-test compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test test-build gpu check docs chart cluster cluster-test compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -22,9 +22,14 @@ test: setup-test ## Everything that needs no server and no Python
 	echo "$$(wc -l < $$MILLRACE_SKIPPED) tests were skipped"; sort -u $$MILLRACE_SKIPPED; rm -f $$MILLRACE_SKIPPED; \
 	exit $$status
 
+test-build: setup-test ## The programs of `make test`, without running them
+	cargo test --locked --workspace --no-run
+
+# `make test` runs the tests of servers, too, where these are installed; SERVERS=no leaves them out here. `--lib` would
+# build the libraries without tests for tests.
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
-	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
+	$(if $(filter no,$(SERVERS)),,MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --tests -- postgres kcat)
 	$(call FUZZ,rustc-quick) --seconds 10 --jobs 2 $(FUZZ_TARGETS)
 
 # The profile of the wheel: release or dev.
