@@ -1,11 +1,12 @@
 //! Coordinators that are killed, stopped, cut off or asked to end, and the standbys that take their place.
 
+use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use millrace_datafs::Datafs;
 use millrace_testing::s3_server::S3Server;
@@ -80,6 +81,19 @@ fn coordinate_entry() {
     }
 }
 
+/// The report of a job that one worker trained without interruption, under another name, in a home of its own. Tests
+/// with the same job share it.
+fn plain(more: &str) -> Value {
+    static REPORTS: Mutex<BTreeMap<String, Arc<OnceLock<Value>>>> = Mutex::new(BTreeMap::new());
+    let report = Arc::clone(REPORTS.lock().unwrap().entry(more.to_owned()).or_default());
+    let train = || {
+        let home = super::home();
+        let job = super::job("plain", &format!("workers = 1\n{more}"));
+        serde_json::to_value(run(super::setup(home.path()), job, |_| {}).unwrap()).unwrap()
+    };
+    report.get_or_init(train).clone()
+}
+
 /// Volumes that several homes share, and a job.
 pub(super) struct World {
     pub(super) datafs: millrace_datafs::Config,
@@ -87,7 +101,8 @@ pub(super) struct World {
     lease_ms: u64,
     /// Rows that a worker keeps in memory.
     pub(super) feed_cache_bytes: u64,
-    plain: Value,
+    /// What the job adds to the usual one.
+    more: String,
     _store: TempDir,
     pub(super) server: Option<Arc<Server>>,
     /// The machines on which processes run in turn, if they do not share this one, and their bucket.
@@ -143,7 +158,6 @@ impl World {
         Some(World::new(datafs, store, Some(server), (name, more), lease_ms))
     }
 
-    /// Trains the job once without interruption, by one worker, under another name.
     fn new(
         datafs: millrace_datafs::Config,
         store: TempDir,
@@ -153,20 +167,18 @@ impl World {
     ) -> World {
         let home = tempfile::tempdir().unwrap();
         fill(&Datafs::open(home.path(), &datafs).unwrap());
-        let plain = super::job("plain", &format!("workers = 1\n{more}"));
-        let plain = run(setup_with(home.path(), datafs.clone()), plain, |_| {}).unwrap();
-        let plain = serde_json::to_value(plain).unwrap();
         let job = job_text(name, &format!("workers_min = 2\n{more}"));
         let feed_cache_bytes = Config::default().feed_cache_bytes;
-        let launched = AtomicUsize::new(0);
-        World { datafs, job, lease_ms, feed_cache_bytes, plain, _store: store, server, hosts: None, launched }
+        let (more, launched) = (more.to_owned(), AtomicUsize::new(0));
+        World { datafs, job, lease_ms, feed_cache_bytes, more, _store: store, server, hosts: None, launched }
     }
 
     /// Compares a report with the one of the uninterrupted run.
     pub(super) fn check(&self, report: &Value) {
+        let plain = plain(&self.more);
         let same = ["end", "model_sha256", "loss_per_epoch", "rows_per_epoch", "validation", "best_epoch"];
         for key in same {
-            assert_eq!(report[key], self.plain[key], "{key}: {report}");
+            assert_eq!(report[key], plain[key], "{key}: {report}");
         }
     }
 
