@@ -28,7 +28,7 @@ test-build: setup-test ## The programs of `make test`, without running them
 # `make test` runs the tests of servers, too, where these are installed; SERVERS=no leaves them out here. `--lib` would
 # build the libraries without tests for tests.
 conformance: setup-conformance ## Real clients against real sockets and mounts
-	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
+	cargo test --locked --workspace --test conformance -- --ignored --test-threads 2
 	$(if $(filter no,$(SERVERS)),,MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --tests -- postgres kcat)
 	$(call FUZZ,rustc-quick) --seconds 10 --jobs 2 $(FUZZ_TARGETS)
 

@@ -5,15 +5,20 @@ use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use tempfile::TempDir;
 
 use crate::clients::python;
 use crate::support::{Home, failure, program, project, until};
 
-/// A single-node Apache Kafka in a temporary folder; killed when dropped.
+/// A single-node Apache Kafka in a temporary folder. The tests share one, each with topics of its own.
 struct Kafka {
     child: Child,
+    folder: TempDir,
+    /// Kills the shared one and removes its folder when its standard input ends, which it does with this process.
+    _guard: Option<Child>,
     bootstrap: String,
     /// The listener with TLS.
     tls: String,
@@ -26,6 +31,10 @@ struct Kafka {
 /// The login module of a SCRAM listener; its users are in Kafka's metadata.
 const LOGIN: &str = "org.apache.kafka.common.security.scram.ScramLoginModule required;";
 const PASSWORD: &str = "grist-and-flour";
+/// Attempts to start; another process may take a port that was free.
+const STARTS: usize = 5;
+
+static SHARED: OnceLock<Kafka> = OnceLock::new();
 
 /// Writes an authority's certificate, and a server key and certificate for Kafka.
 fn write_certificates(authority: &Path, server: &Path) {
@@ -44,7 +53,26 @@ fn write_certificates(authority: &Path, server: &Path) {
 }
 
 impl Kafka {
-    fn start(dir: &Path) -> Kafka {
+    fn shared() -> &'static Kafka {
+        SHARED.get_or_init(|| {
+            let mut kafka = (0..STARTS).find_map(|_| Kafka::start()).expect("Apache Kafka starts");
+            let guard = Command::new("sh")
+                .args(["-c", "read -r _; kill -s KILL \"$1\"; rm -rf \"$2\"", "sh"])
+                .arg(kafka.child.id().to_string())
+                .arg(kafka.folder.path())
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn();
+            kafka._guard = Some(guard.unwrap());
+            kafka
+        })
+    }
+
+    /// `None` if Kafka ended before it answered.
+    fn start() -> Option<Kafka> {
+        let folder = tempfile::Builder::new().prefix("millrace-kafka-").tempdir().unwrap();
+        let dir = folder.path();
         // Holds all ports until all are known.
         let held: Vec<_> = (0..4).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         let ports: Vec<u16> = held.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
@@ -97,17 +125,22 @@ impl Kafka {
             .stderr(log)
             .spawn()
             .unwrap();
-        let kafka = Kafka { child, bootstrap, tls, scram, authority };
-        until("Apache Kafka answers", || {
+        let mut kafka = Kafka { child, folder, _guard: None, bootstrap, tls, scram, authority };
+        let mut answers = false;
+        until("Apache Kafka answers or ends", || {
             let listed =
                 Command::new("kcat").args(["-b", &kafka.bootstrap, "-L", "-m", "2"]).output().unwrap();
-            listed.status.success()
+            // A process that has the port instead must not be taken for Kafka.
+            let ended = kafka.child.try_wait().unwrap().is_some();
+            answers = listed.status.success() && !ended;
+            answers || ended
         });
-        kafka
+        answers.then_some(kafka)
     }
 }
 
 impl Drop for Kafka {
+    /// Not reached for the shared one.
     fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
@@ -118,7 +151,7 @@ impl Drop for Kafka {
 #[ignore = "needs Apache Kafka: run make conformance"]
 fn the_commands_work_on_apache_kafka() {
     let home = Home::new();
-    let kafka = Kafka::start(home.dir.path());
+    let kafka = Kafka::shared();
     let on_kafka = |args: &[&str]| -> serde_json::Value {
         let text = program(
             home.command()
@@ -154,7 +187,7 @@ fn the_commands_work_on_apache_kafka() {
 #[ignore = "needs Apache Kafka: run make conformance"]
 fn transactions_land_through_retention() {
     let home = Home::new();
-    let kafka = Kafka::start(home.dir.path());
+    let kafka = Kafka::shared();
     let run = |args: &[&str]| {
         let text = program(
             home.command()
@@ -164,28 +197,28 @@ fn transactions_land_through_retention() {
         );
         serde_json::from_str::<serde_json::Value>(&text).unwrap()
     };
-    let ingest = ["ingest", "--topic", "transactional", "--volume", "digits"];
+    let ingest = ["ingest", "--topic", "retained", "--volume", "digits"];
     let mut landed = 0;
     for round in 0..3 {
-        program(python("transactions.py").arg(&kafka.bootstrap).arg("transactional"));
+        program(python("transactions.py").arg(&kafka.bootstrap).arg("retained"));
         let report = run(&ingest);
         assert_eq!(report["report"]["landed"], 100, "round {round}: {report}");
         landed += 100;
         // 200 records and two markers: the offset is after the last marker.
         assert_eq!(report["report"]["offsets"]["0"], 202 * (round + 1), "round {round}: {report}");
-        let said = program(python("delete_records.py").arg(&kafka.bootstrap).arg("transactional"));
+        let said = program(python("delete_records.py").arg(&kafka.bootstrap).arg("retained"));
         assert!(said.contains("deleted all"), "{said}");
         let again = run(&ingest);
         assert_eq!(again["report"]["records"], 0, "round {round}: {again}");
     }
-    assert_eq!(run(&["feed", "digits:/transactional", "--dry"])["rows"], landed);
+    assert_eq!(run(&["feed", "digits:/retained", "--dry"])["rows"], landed);
 }
 
 #[test]
 #[ignore = "needs Apache Kafka: run make conformance"]
 fn tls_scram_and_zstd_work_on_apache_kafka() {
     let home = Home::new();
-    let kafka = Kafka::start(home.dir.path());
+    let kafka = Kafka::shared();
     let records = project().join("examples/digits/digits.jsonl");
     let records = records.to_str().unwrap();
     let authority = kafka.authority.to_str().unwrap();
@@ -216,7 +249,7 @@ fn tls_scram_and_zstd_work_on_apache_kafka() {
         let report = home.json(["ingest", "--topic", topic, "--volume", "digits"]);
         assert_eq!(report["report"]["landed"], 1437, "{topic}: {report}");
         // The attributes of the first batch name its codec: 4 is zstd.
-        let log = home.dir.path().join(format!("logs/{topic}-0/00000000000000000000.log"));
+        let log = kafka.folder.path().join(format!("logs/{topic}-0/00000000000000000000.log"));
         let mut attributes = [0; 2];
         std::fs::File::open(log).unwrap().read_exact_at(&mut attributes, 21).unwrap();
         assert_eq!(i16::from_be_bytes(attributes) & 7, 4, "{topic} is not zstd");
@@ -233,12 +266,12 @@ fn tls_scram_and_zstd_work_on_apache_kafka() {
 }
 
 /// Commands on topics of Kafka as datasets.
-struct Feeds<'k> {
+struct Feeds {
     home: Home,
-    kafka: &'k Kafka,
+    kafka: &'static Kafka,
 }
 
-impl Feeds<'_> {
+impl Feeds {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = self.home.command();
         command.env("MILLRACE_STREAMS__BOOTSTRAP_SERVERS", &self.kafka.bootstrap).arg("--json").args(args);
@@ -274,9 +307,8 @@ impl Feeds<'_> {
 #[test]
 #[ignore = "needs Apache Kafka: run make conformance"]
 fn ranges_of_topics_are_datasets_on_apache_kafka() {
-    let dir = tempfile::tempdir().unwrap();
-    let kafka = Kafka::start(dir.path());
-    let feeds = Feeds { home: Home::new(), kafka: &kafka };
+    let kafka = Kafka::shared();
+    let feeds = Feeds { home: Home::new(), kafka };
     let removed = |dataset: &str, text: &str| {
         let (code, line) = feeds.fails(dataset);
         assert!(
