@@ -27,7 +27,7 @@ const LEASE_MS: u64 = 2_000;
 /// In the error of a coordinator that was replaced.
 const REPLACED: &str = "no longer the coordinator";
 /// More than what a run does until its last blow.
-const MORE: &str = "epochs_max = 2000\ncheckpoint_every_steps = 150";
+const MORE: &str = "epochs_max = 1000\ncheckpoint_every_steps = 150";
 /// Fewest and most steps between two blows.
 const PAUSE: (u64, u64) = (40, 300);
 

@@ -83,7 +83,7 @@ fn coordinate_entry() {
 
 /// The report of a job that one worker trained without interruption, under another name, in a home of its own. Tests
 /// with the same job share it.
-fn plain(more: &str) -> Value {
+pub(super) fn plain(more: &str) -> Value {
     static REPORTS: Mutex<BTreeMap<String, Arc<OnceLock<Value>>>> = Mutex::new(BTreeMap::new());
     let report = Arc::clone(REPORTS.lock().unwrap().entry(more.to_owned()).or_default());
     let train = || {
@@ -562,7 +562,7 @@ impl Gate {
 
 #[test]
 fn an_outage_of_the_metadata_costs_no_worker_and_no_state() {
-    let more = "epochs_max = 2000\ncheckpoint_every_steps = 50";
+    let more = "epochs_max = 1000\ncheckpoint_every_steps = 50";
     let Some(world) = World::postgres("outage", more, 600_000) else { return };
     let gate = Gate::new(world.server.as_ref().unwrap());
     let mut first = world.coordinator(false);
