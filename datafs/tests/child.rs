@@ -6,6 +6,10 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// The pause between two looks at a condition, which leaves the processors to the programs that bring it about.
+pub(crate) const POLL: Duration = Duration::from_millis(1);
 
 const HOME: &str = "MILLRACE_TEST_HOME";
 const ARGUMENT: &str = "MILLRACE_TEST_ARGUMENT";

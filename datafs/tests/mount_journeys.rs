@@ -95,6 +95,6 @@ fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(10);
     while !done() {
         assert!(Instant::now() < until, "{what}");
-        std::thread::yield_now();
+        std::thread::sleep(crate::child::POLL);
     }
 }

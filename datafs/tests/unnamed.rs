@@ -163,27 +163,35 @@ fn assert_whole(home: &Path, config: &Config, len: usize, is_there: Option<bool>
     let until = Instant::now() + PATIENCE;
     while files(&datafs) != u64::from(named) || (objects(home) > 0) != (named && len > 4_096) {
         assert!(Instant::now() < until, "{what}: {} files, {} objects", files(&datafs), objects(home));
+        std::thread::sleep(child::POLL * 20);
         datafs.gc().unwrap();
     }
     assert_eq!(names(&view), if named { vec!["f"] } else { vec![] }, "{what}");
     assert_sound(&datafs, what);
 }
 
-fn killed_at_each_step(fresh: impl Fn() -> Option<Engine>) {
-    for (step, is_there) in [("made", Some(false)), ("named", None), ("synced", Some(true))] {
-        let Some(engine) = fresh() else { return };
-        let (home, config) = home(&engine);
-        let mut maker = Maker::start(&engine, home.path(), SIZES[2], None);
-        for to in ["made", "named", "synced"] {
-            maker.reach(to);
-            if to == step {
-                break;
-            }
-            maker.go_on();
+fn killed_at(engine: &Engine, step: &str, is_there: Option<bool>) {
+    let (home, config) = home(engine);
+    let mut maker = Maker::start(engine, home.path(), SIZES[2], None);
+    for to in ["made", "named", "synced"] {
+        maker.reach(to);
+        if to == step {
+            break;
         }
-        maker.kill();
-        assert_whole(home.path(), &config, SIZES[2], is_there, step);
+        maker.go_on();
     }
+    maker.kill();
+    assert_whole(home.path(), &config, SIZES[2], is_there, step);
+}
+
+fn killed_at_each_step(fresh: impl Fn() -> Option<Engine>) {
+    // On a server each of them waits for a lease.
+    std::thread::scope(|scope| {
+        for (step, is_there) in [("made", Some(false)), ("named", None), ("synced", Some(true))] {
+            let Some(engine) = fresh() else { return };
+            scope.spawn(move || killed_at(&engine, step, is_there));
+        }
+    });
 }
 
 #[test]
@@ -250,7 +258,7 @@ fn others_collect_and_do_not_take_it(engine: &Engine) {
     let until = Instant::now() + PATIENCE;
     while datafs.gc().unwrap().inodes == 0 {
         assert!(Instant::now() < until, "it does not answer");
-        std::thread::yield_now();
+        std::thread::sleep(child::POLL);
     }
     datafs.gc().unwrap();
     assert_eq!((names(&view).len(), files(&datafs), objects(home.path())), (0, 1, 1));
@@ -271,6 +279,7 @@ fn others_collect_and_do_not_take_it(engine: &Engine) {
     let until = Instant::now() + PATIENCE;
     while files(&datafs) > 0 {
         assert!(Instant::now() < until, "what is unlinked is not freed");
+        std::thread::sleep(child::POLL);
         datafs.gc().unwrap();
     }
     let before = datafs.view(&"v@before".parse().unwrap()).unwrap();

@@ -171,7 +171,7 @@ fn synced_lines_survive_killed_servers_under_load() {
             let wanted = 1 + seeded.below(200);
             while rounds.load(Ordering::Relaxed) < before + wanted {
                 assert!(Instant::now() < until, "the programs do not go on");
-                thread::yield_now();
+                thread::sleep(crate::child::POLL);
             }
             server.kill();
             server = held.server("data");

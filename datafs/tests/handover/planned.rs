@@ -57,7 +57,7 @@ fn planned_handovers_lose_nothing_and_cost_no_error() {
             let until = Instant::now() + Duration::from_secs(30);
             while rounds.load(Ordering::Relaxed) < before + 50 {
                 assert!(Instant::now() < until, "the programs do not go on");
-                thread::yield_now();
+                thread::sleep(crate::child::POLL);
             }
             let next = held.server("data");
             server.ends();
@@ -93,7 +93,7 @@ fn a_mount_outlives_its_holder() {
     let until = Instant::now() + Duration::from_secs(10);
     while held.mounts().is_empty() {
         assert!(Instant::now() < until, "the server does not come back");
-        thread::yield_now();
+        thread::sleep(crate::child::POLL);
     }
     let next = held.server("data");
     server.ends();

@@ -80,7 +80,7 @@ fn killed_servers_of_a_snapshot_cost_no_error() {
             let wanted = 1 + seeded.below(20);
             while rounds.load(Ordering::Relaxed) < before + wanted {
                 assert!(Instant::now() < until, "the programs do not go on");
-                thread::yield_now();
+                thread::sleep(crate::child::POLL);
             }
             server.kill();
             server = held.server("data@s");

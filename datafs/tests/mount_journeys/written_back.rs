@@ -27,7 +27,7 @@ fn what_is_written_to_an_open_file_reaches_another_mount() {
     while seen != "begun\ngoes on\n" || fs::metadata(two.path().join("scattered")).unwrap().len() < 1_000_000
     {
         assert!(Instant::now() < until, "{seen:?}");
-        std::thread::yield_now();
+        std::thread::sleep(crate::child::POLL);
         reader.read_to_string(&mut seen).unwrap();
     }
     assert!(fs::read(two.path().join("scattered")).unwrap() == super::pattern(1_000_000, 1));
