@@ -38,11 +38,13 @@ wheel: setup-wheel ## Build the wheel of the Python package into target/wheels
 	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) \
 		--manifest-path python/Cargo.toml --compatibility linux --out $(BUILDS)/wheels
 
+# A few modules in each of two processes at a time; ARGS are for `discover`, which takes all in one.
+PYTHON_TESTS = env -C python/tests TEST_PROGRAM=$(abspath $(BUILDS))/debug/millrace $(CURDIR)/.local/python-test/bin/python -m unittest
 test-python: setup-test-python ## The Python package, as a wheel in an environment of its own, beside the program
 	rm -f $(BUILDS)/wheels/millrace-*.whl
 	@$(MAKE) --no-print-directory wheel PROFILE=dev
 	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
-	TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-test/bin/python -m unittest discover --start-directory python/tests $(ARGS)
+	$(if $(ARGS),$(PYTHON_TESTS) discover $(ARGS),ls python/tests/test_*.py | xargs -n 1 basename -s .py | xargs -n 4 -P 2 $(PYTHON_TESTS))
 
 test-frameworks: setup-test-frameworks ## The Python package and its examples with PyTorch, JAX, TensorFlow, MXNet, MPI
 	cargo build --locked
