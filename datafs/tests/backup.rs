@@ -394,6 +394,7 @@ fn a_killed_backup_leaves_the_old_or_the_new_and_holds_nothing() {
             let deadline = Instant::now() + LIMIT;
             while datafs.gc().unwrap().held > 0 {
                 assert!(Instant::now() < deadline, "{point}");
+                std::thread::sleep(child::POLL * 20);
             }
             drop(datafs);
             restore(&place.home, config, &place.folder);
