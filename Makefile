@@ -34,8 +34,10 @@ conformance: setup-conformance ## Real clients against real sockets and mounts
 
 # The profile of the wheel: release or dev.
 PROFILE ?= release
-wheel: setup-wheel ## Build the wheel of the Python package into target/wheels
-	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) \
+# FEATURES=cuda: batches on GPUs.
+FEATURES ?=
+wheel: setup-wheel ## Build the wheel of the Python package into target/wheels (FEATURES=cuda for batches on GPUs)
+	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) $(if $(FEATURES),--features $(FEATURES)) \
 		--manifest-path python/Cargo.toml --compatibility linux --out $(BUILDS)/wheels
 
 # A few modules in each of two processes at a time; ARGS are for `discover`, which takes all in one.
@@ -71,12 +73,19 @@ TARGET ?=
 fuzz: setup-test ## Search for inputs that break a parser, each target for TIME=60 seconds (TARGET="record" for one)
 	$(call FUZZ,rustc) --seconds $(TIME) $(TARGET)
 
-# Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures.
-gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (skips without one)
+# Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures. PYTHON names an interpreter that has PyTorch
+# for CUDA, NumPy and pyarrow, for the Python package.
+gpu: setup-gpu ## Training, serving and staging on an NVIDIA GPU, against the processor (skips without one)
 	cargo build --locked --features cuda
 	cargo test --locked -p millrace-trainer --features cuda --lib -- gpu
+	cargo test --locked -p millrace-streams --features cuda --lib -- gpu
 	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so \
 		.local/python-gpu/bin/python scripts/gpu --program $(BUILDS)/debug/millrace $(ARGS)
+	$(if $(PYTHON),rm -rf .local/gpu-package $(BUILDS)/wheels/millrace-*.whl)
+	$(if $(PYTHON),$(MAKE) --no-print-directory wheel PROFILE=dev FEATURES=cuda)
+	$(if $(PYTHON),$(PYTHON) -m pip install --quiet --no-index --no-deps --target .local/gpu-package $(BUILDS)/wheels/millrace-*.whl)
+	$(if $(PYTHON),PYTHONPATH=.local/gpu-package TEST_PROGRAM=$(BUILDS)/debug/millrace \
+		$(PYTHON) -m unittest discover --start-directory python/tests --pattern test_staging.py)
 
 # With the CUDA code: `make test` compiles the rest without it. One set of features checks the dependencies once.
 check: setup-test docs ## Format, lints and documentation, the code for CUDA included

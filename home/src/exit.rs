@@ -153,7 +153,9 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
         | E::MixedColumns { .. }
         | E::DuplicateColumn { .. }
         | E::MixedFormats { .. }
+        | E::SlotsHeld { .. }
         | E::Changed { .. } => Exit::Conflict,
+        E::Device { .. } => Exit::Unavailable,
         _ => Exit::Failed,
     }
 }

@@ -44,6 +44,7 @@ class Reader:
         split: str | None,
         split_by: list[str],
         format: str,
+        device: str | None,
         home: str | None,
         images: list[tuple[str, str]],
         keys: str | None,

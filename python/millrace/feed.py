@@ -100,7 +100,8 @@ class Feed:
     :param split_by: column, or columns, whose values decide the part of a row: rows with equal values are in one part.
         By default its file and its number in the file decide.
     :param format: ``"numpy"``: dictionaries of arrays. ``"torch"``: dictionaries of tensors. ``"arrow"``:
-        ``pyarrow.RecordBatch``. Numbers and lists of a fixed size come without a copy. A null in them is an error,
+        ``pyarrow.RecordBatch``. ``"dlpack"``: dictionaries of objects for ``from_dlpack`` of any library, with flags as
+        bytes. Numbers and lists of a fixed size come without a copy. A null in them is an error,
         except with ``"arrow"``.
         Lists without a fixed size are arrays of their own for each row in ``"numpy"``. In ``"torch"`` they are one
         tensor ``[rows, length]`` where all rows have lists of one length, which each batch checks.
@@ -119,6 +120,18 @@ class Feed:
         the epoch and the row only. Seed the random draws of a transform of your own with it.
     :param tokens: :class:`millrace.Tokens`, which packs a column of token lists into sequences of one length. The rows of
         the feed are sequences then, and ``columns``, ``images`` and ``pad`` do not apply.
+    :param device: ``"cuda:0"``, or that of another number: batches come as tensors on this GPU. Threads of the feed copy
+        them there ahead of the loop, through pinned memory and on a stream of their own; the stream that is current when
+        a batch is taken waits for its copy. For ``format="torch"`` and ``"dlpack"``, with columns of numbers, flags and lists
+        of a fixed size. It needs a wheel that was built with ``FEATURES=cuda``. ``"cpu"``: the same ring over memory of the
+        host, for ``"numpy"``, too.
+
+        Batches lie in a ring of slots that is allocated at the first batch, and a slot is filled again once all arrays and
+        tensors of its batch are freed. A program that keeps batches makes the ring grow, to 64 slots and 4 GiB. One that
+        holds all of them gets a :class:`millrace.ConflictError` after 5 seconds, and goes on where it was once it has let go
+        of one. On a GPU, a slot is filled again behind the work that the stream of its batch had queued when the batch was
+        freed. If another stream uses the batch, let that one wait for the first before it reads, and the first for it before
+        the batch is freed: ``record_stream`` does not know the ring.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -146,6 +159,7 @@ class Feed:
         keys: str | None = None,
         tokens: Tokens | None = None,
         buckets: Mapping[str, Sequence[int]] | None = None,
+        device: Any = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(dataset, (str, Mixture)):
@@ -160,6 +174,7 @@ class Feed:
         pad = dict(pad or {})
         bounds = _bounds(buckets)
         self._convert = _converter(format, pad, bounds)
+        device = None if device is None else _device(device, format)
         splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
         split_keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
         dataset = _bounded(dataset, until)
@@ -179,6 +194,7 @@ class Feed:
             split=split,
             split_by=split_keys,
             format=format,
+            device=device,
             home=None if home is None else os.fspath(home),
             images=_images(images),
             keys=keys,
@@ -203,6 +219,7 @@ class Feed:
             "keys": keys,
             "tokens": tokens,
             "buckets": bounds or None,
+            "device": device,
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
@@ -530,6 +547,18 @@ def _bounds(buckets: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]
     return {column: bounds}
 
 
+def _device(device: Any, format: str) -> str:
+    """The name of the device, which is a text or a device of PyTorch."""
+    name = str(device)
+    if format == "arrow":
+        raise UsageError(f'device is {name!r}: batches for a device are arrays or tensors, not format="arrow"')
+    if name != "cpu" and format == "numpy":
+        raise UsageError(f'device is {name!r}, and NumPy has memory of the host only; pass format="torch" or "dlpack"')
+    if name != "cpu" and format == "torch" and not _needs("torch", "torch").cuda.is_available():
+        raise UsageError(f"device is {name!r}, and this PyTorch finds no CUDA; install one for CUDA, or leave device out")
+    return name
+
+
 def _width(longest: int, bounds: Sequence[int]) -> int:
     """The length to which lists are filled up: that of their bucket, if there is one."""
     at = bisect.bisect_left(bounds, longest)
@@ -537,8 +566,8 @@ def _width(longest: int, bounds: Sequence[int]) -> int:
 
 
 def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None:
-    if pad and format == "arrow":
-        raise UsageError('pad is for format="numpy" and "torch": Arrow holds lists as they are')
+    if pad and format in ("arrow", "dlpack"):
+        raise UsageError(f'pad is for format="numpy" and "torch", not for {format!r}')
     for name, value in pad.items():
         if name not in schema:
             raise UsageError(f"pad names column {name!r}, which the feed does not read; it reads {', '.join(schema)}")
@@ -557,7 +586,9 @@ def _converter(format: str, pad: dict[str, Any], bounds: dict[str, list[int]]) -
         return _Torch(pad, bounds)
     if format == "arrow":
         return _Arrow()
-    raise UsageError(f'format is {format!r}; it must be "numpy", "arrow" or "torch"')
+    if format == "dlpack":
+        return _dlpack
+    raise UsageError(f'format is {format!r}; it must be "numpy", "arrow", "torch" or "dlpack"')
 
 
 def _check_lists(name: str, valid: list[bool] | None) -> None:
@@ -666,6 +697,10 @@ class _Torch:
             raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}") from error
         padded[torch.arange(width) < lengths[:, None]] = values
         return padded, lengths
+
+
+def _dlpack(columns: dict[str, Any]) -> dict[str, Any]:
+    return columns
 
 
 class _Arrow:

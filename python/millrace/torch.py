@@ -191,6 +191,14 @@ class FeedDataset(IterableDataset):
                     f"batch_size=None, and batch_rows to the dataset"
                 )
             )
+        device = self.feed._arguments["device"]
+        if info is not None and device not in (None, "cpu"):
+            return self._refuse(
+                UsageError(
+                    f"read {self.feed.dataset}: its batches are for {device}, which workers do not hand on; pass "
+                    f"num_workers=0: threads of the feed fill the GPU's memory ahead of the loop"
+                )
+            )
         if self._shared is not None and self._begun is not None and self._begun[0] == os.getpid():
             # It is that of the iteration before.
             self._shared = None

@@ -1,7 +1,7 @@
 //! Columns of a batch as the values of arrays and tensors, and as Arrow data.
 //!
-//! Numbers, times and lists of a fixed size keep the memory into which the feed has gathered them. Flags are unpacked
-//! to bytes; texts and byte strings become Python objects.
+//! Numbers, times and lists of a fixed size keep the memory into which the feed has gathered them, or lie in a slot of a
+//! ring. Flags are unpacked to bytes; texts and byte strings become Python objects.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use arrow::buffer::{Buffer, MutableBuffer};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, SchemaRef, TimeUnit};
 use arrow::ffi::{FFI_ArrowSchema, to_ffi};
-use pyo3::exceptions::PyRuntimeError;
+use millrace_streams::feed::staging::{ReaderStream, SlotBytes, StagedBatch, StagedColumn};
+use pyo3::exceptions::{PyAttributeError, PyBufferError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule, PyDict, PyList, PyString, PyTuple};
 use serde::Deserialize;
@@ -25,6 +26,8 @@ pub(crate) enum Format {
     Numpy,
     Arrow,
     Torch,
+    /// Objects with `__dlpack__`.
+    Dlpack,
 }
 
 /// The element type of an array.
@@ -67,8 +70,10 @@ enum Column {
 /// The values of an array, which NumPy takes by the array interface and others by DLPack, without a copy.
 #[pyclass(frozen, module = "millrace")]
 pub(crate) struct Values {
-    /// Never used again in Rust but to be freed: Python writes to it.
-    _buffer: MutableBuffer,
+    /// Never used again in Rust but to be freed: Python writes to it. None for values in a slot.
+    _buffer: Option<MutableBuffer>,
+    /// The place of values in a slot of a ring; the slot is filled again once all arrays on it are gone.
+    slot: Option<SlotBytes>,
     address: usize,
     pub(crate) element: Element,
     pub(crate) shape: Vec<usize>,
@@ -90,8 +95,9 @@ impl FromStr for Format {
             "numpy" => Ok(Format::Numpy),
             "arrow" => Ok(Format::Arrow),
             "torch" => Ok(Format::Torch),
+            "dlpack" => Ok(Format::Dlpack),
             other => Err(Failure::Usage(format!(
-                "format is {other:?}; it must be \"numpy\", \"arrow\" or \"torch\""
+                "format is {other:?}; it must be \"numpy\", \"arrow\", \"torch\" or \"dlpack\""
             ))),
         }
     }
@@ -106,6 +112,7 @@ impl Format {
                 Format::Arrow => (true, "arrow"),
                 Format::Numpy => (form.is_some(), "numpy"),
                 Format::Torch => (form.is_some_and(|form| form.is_tensor()), "torch"),
+                Format::Dlpack => (form.is_some_and(|form| form.is_array()), "dlpack"),
             };
             if !has_form {
                 return Err(Failure::NoForm {
@@ -208,6 +215,28 @@ impl Form {
         }
     }
 
+    /// Whether a batch of it is one tensor.
+    fn is_array(&self) -> bool {
+        match self {
+            Form::Dictionary(_, form) => form.is_array(),
+            Form::Lists(_) => false,
+            form => form.is_tensor(),
+        }
+    }
+
+    /// Values in a slot, which holds them in this form.
+    fn slotted(&self, slot: SlotBytes, rows: usize) -> Option<Values> {
+        let (element, shape) = match self {
+            Form::Numbers(element, shape) => (*element, shape),
+            Form::Flags(shape) => (Element::FLAG, shape),
+            _ => return None,
+        };
+        let shape = [&[rows], &shape[..]].concat();
+        let bytes = shape.iter().product::<usize>() * element.bytes;
+        let address = slot.address();
+        (bytes == slot.bytes()).then_some(Values { _buffer: None, slot: Some(slot), address, element, shape })
+    }
+
     fn column(&self, array: ArrayRef) -> Result<Column, Refusal> {
         match self {
             Form::Numbers(element, shape) => numbers(array, *element, shape).map(Column::Values),
@@ -262,6 +291,35 @@ impl Columns {
                 Err(Refusal::Arrow(error)) => Err(error.into()),
             }
         });
+        columns.collect::<Result<_>>().map(Columns)
+    }
+
+    /// The columns of a batch in a slot. `schema` is that of the feed.
+    pub(crate) fn staged(batch: StagedBatch, schema: &SchemaRef) -> Result<Columns> {
+        let StagedBatch { step, rows, columns } = batch;
+        let columns =
+            schema.fields().iter().zip(columns).map(|(field, column)| -> Result<(String, Column)> {
+                let name = field.name().clone();
+                let no_form = || {
+                    let data_type = field.data_type().to_string();
+                    Failure::NoForm { column: field.name().clone(), data_type, format: "numpy" }
+                };
+                let form = Form::of_field(field).ok_or_else(no_form)?;
+                let column = match column {
+                    StagedColumn::Slot(slot) => {
+                        return form
+                            .slotted(slot, rows)
+                            .map(|values| (name, Column::Values(values)))
+                            .ok_or_else(no_form);
+                    }
+                    StagedColumn::Array(array) => form.column(array),
+                };
+                match column {
+                    Ok(column) => Ok((name, column)),
+                    Err(Refusal::Null(row)) => Err(Failure::Null { column: name, row, step }),
+                    Err(Refusal::Arrow(error)) => Err(error.into()),
+                }
+            });
         columns.collect::<Result<_>>().map(Columns)
     }
 
@@ -370,11 +428,31 @@ fn own(buffer: Buffer, start: usize, bytes: usize) -> MutableBuffer {
 impl Values {
     fn new(mut buffer: MutableBuffer, element: Element, rows: usize, shape: &[usize]) -> Values {
         let address = buffer.as_mut_ptr() as usize;
-        Values { _buffer: buffer, address, element, shape: [&[rows], shape].concat() }
+        Values { _buffer: Some(buffer), slot: None, address, element, shape: [&[rows], shape].concat() }
     }
 
     pub(crate) fn address(&self) -> usize {
         self.address
+    }
+
+    /// The type and the number of the device in DLPack.
+    pub(crate) fn device(&self) -> (i32, i32) {
+        self.slot.as_ref().map_or((tensor::CPU, 0), |slot| slot.device().dlpack())
+    }
+
+    /// Makes a stream of the consumer wait for the values: none is the default stream, -1 one that is not named.
+    fn hand_over(&self, py: Python<'_>, stream: Option<isize>) -> PyResult<()> {
+        let Some(slot) = self.slot.as_ref().filter(|slot| !slot.device().is_cpu()) else { return Ok(()) };
+        let stream = match stream {
+            None => ReaderStream::Handle(1),
+            Some(-1) => ReaderStream::Unknown,
+            // 0 would be the default stream or that of the thread.
+            Some(0) => {
+                return Err(PyBufferError::new_err("stream is 0, which DLPack does not allow; pass 1 or 2"));
+            }
+            Some(handle) => ReaderStream::Handle(handle as usize),
+        };
+        py.detach(|| slot.read_on(stream)).map_err(|error| Failure::from(error).raise(py))
     }
 }
 
@@ -383,6 +461,11 @@ impl Values {
     /// NumPy's array interface, version 3.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if self.device().0 != tensor::CPU {
+            return Err(PyAttributeError::new_err(
+                "the values are on a GPU, which only DLPack tells; see __dlpack__",
+            ));
+        }
         let dict = PyDict::new(py);
         dict.set_item("version", 3)?;
         dict.set_item("typestr", self.element.typestr())?;
@@ -404,18 +487,29 @@ impl Values {
         self.element.typestr()
     }
 
-    /// A DLPack capsule; its tensor keeps this object alive.
-    #[pyo3(signature = (**_options))]
+    /// A DLPack capsule; its tensor keeps this object alive. On a GPU, `stream` waits for the values. It must live as long
+    /// as the tensor, whose memory is used again behind all that this stream has queued when the tensor is freed.
+    #[pyo3(signature = (stream=None, *, dl_device=None, **_options))]
     fn __dlpack__<'py>(
         slf: Bound<'py, Self>,
+        stream: Option<isize>,
+        dl_device: Option<(i32, i32)>,
         _options: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let values = slf.get();
+        if let Some(asked) = dl_device.filter(|asked| *asked != values.device()) {
+            return Err(PyBufferError::new_err(format!(
+                "the values are on device {:?} of DLPack, and are not copied to {asked:?}",
+                values.device()
+            )));
+        }
+        values.hand_over(slf.py(), stream)?;
         tensor::capsule(slf)
     }
 
-    /// The processor.
+    /// The type and the number of the device.
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (tensor::CPU, 0)
+        self.device()
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::{SourceSpec, TopicRange};
+use millrace_streams::feed::staging::{Device, StagedBatch, StagedStream, Staging};
 use millrace_streams::feed::{
     AnyFeed, BucketOptions, EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, FeedStream,
     ImageOptions, InputGroup, Mixture, MixtureFeed, PlanId, PlanOptions, Selection, Shard, TokenOptions,
@@ -29,13 +30,26 @@ const SLICE: Duration = Duration::from_millis(50);
 pub(crate) struct Reading {
     feed: AnyFeed,
     stream: Option<Streaming>,
+    /// The slots of batches for a device.
+    staging: Option<Arc<Staging>>,
 }
 
 struct Streaming {
-    stream: FeedStream,
+    stream: Batches,
     /// Places that the stream has not delivered yet.
     places: Range<u64>,
     stride: u64,
+}
+
+enum Batches {
+    Plain(FeedStream),
+    Staged(StagedStream),
+}
+
+/// A batch, or one in a slot.
+enum Delivered {
+    Plain(FeedBatch),
+    Staged(StagedBatch),
 }
 
 enum Waited {
@@ -67,6 +81,8 @@ struct Recipe {
     options: PlanOptions,
     /// The columns, and what becomes of images.
     reading: FeedOptions,
+    /// The device of the batches, which are staged in slots then.
+    device: Option<String>,
     /// The order in which another feed has counted, once its state was loaded.
     order: Option<PlanId>,
 }
@@ -92,7 +108,7 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         datasets, *, until, batch_rows, rows_per_epoch, seed, rank, world, columns, filter, splits, split, split_by,
-        format, home, images, keys, tokens, buckets
+        format, device, home, images, keys, tokens, buckets
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -110,6 +126,7 @@ impl Reader {
         split: Option<&str>,
         split_by: Vec<String>,
         format: &str,
+        device: Option<String>,
         home: Option<PathBuf>,
         images: Vec<(String, String)>,
         keys: Option<String>,
@@ -133,7 +150,7 @@ impl Reader {
                 until: until.map(str::parse).transpose()?,
             };
             let home = engine::locate(home)?;
-            let recipe = Recipe { home, sources, options, reading, order: None };
+            let recipe = Recipe { home, sources, options, reading, device, order: None };
             Reader::open(engine, recipe, shard, format, epoch_rows)
         })
     }
@@ -187,7 +204,7 @@ impl Reader {
             let batch = engine.block_on(feed.read_group(number)).ok_or_else(stopped)??;
             match self.format {
                 Format::Arrow => Ok(Converted::Record(RecordBatch(batch))),
-                Format::Numpy | Format::Torch => match Columns::new(batch, 0) {
+                Format::Numpy | Format::Torch | Format::Dlpack => match Columns::new(batch, 0) {
                     Err(Failure::Null { column, row, .. }) => Err(Failure::NullInGroup { column, row }),
                     columns => columns.map(Converted::Columns),
                 },
@@ -344,8 +361,9 @@ impl Reader {
         format.check(&schema)?;
         let (id, order_id, rows) = (feed.id(), feed.order_id(), feed.rows());
         let epochs = feed.epochs(epoch_rows)?;
+        let staging = recipe.staging(&feed, shard)?;
         let number = engine::number();
-        engine.readings.put(number, Mutex::new(Reading { feed, stream: None }));
+        engine.readings.put(number, Mutex::new(Reading { feed, stream: None, staging }));
         let recipe = Recipe { sources, ..recipe };
         Ok(Reader {
             number,
@@ -377,7 +395,7 @@ impl Reader {
         }
         let reading = self.opened(engine)?;
         let mut reading = lock(&reading);
-        let Reading { feed, stream } = &mut *reading;
+        let Reading { feed, stream, staging } = &mut *reading;
         if stream.as_ref().is_none_or(|open| open.places != places || open.stride != stride) {
             *stream = None;
         }
@@ -385,7 +403,13 @@ impl Reader {
             let open = match &mut *stream {
                 Some(open) => open,
                 none => {
-                    let stream = feed.stream_places(self.shard, places.clone(), stride)?;
+                    let stream = match staging {
+                        None => Batches::Plain(feed.stream_places(self.shard, places.clone(), stride)?),
+                        Some(staging) => {
+                            let places = places.clone();
+                            Batches::Staged(feed.stream_staged(self.shard, places, stride, staging)?)
+                        }
+                    };
                     none.insert(Streaming { stream, places: places.clone(), stride })
                 }
             };
@@ -409,11 +433,18 @@ impl Reader {
         }
     }
 
-    fn convert(&self, batch: millrace_streams::feed::Result<FeedBatch>) -> Result<Converted> {
-        let FeedBatch { step, batch, .. } = batch?;
+    fn convert(&self, batch: millrace_streams::feed::Result<Delivered>) -> Result<Converted> {
+        let FeedBatch { step, batch, .. } = match batch? {
+            Delivered::Plain(batch) => batch,
+            Delivered::Staged(batch) => {
+                return Columns::staged(batch, &self.schema).map(Converted::Columns);
+            }
+        };
         match self.format {
             Format::Arrow => Ok(Converted::Record(RecordBatch(batch))),
-            Format::Numpy | Format::Torch => Columns::new(batch, step).map(Converted::Columns),
+            Format::Numpy | Format::Torch | Format::Dlpack => {
+                Columns::new(batch, step).map(Converted::Columns)
+            }
         }
     }
 
@@ -443,7 +474,17 @@ impl Reader {
         if cursor != plan {
             return Err(FeedError::OtherPlan { cursor, plan }.into());
         }
-        Ok(Reading { feed, stream: None })
+        let staging = self.recipe.staging(&feed, self.shard)?;
+        Ok(Reading { feed, stream: None, staging })
+    }
+}
+
+impl Batches {
+    async fn next(&mut self) -> Option<millrace_streams::feed::Result<Delivered>> {
+        match self {
+            Batches::Plain(stream) => stream.next().await.map(|batch| batch.map(Delivered::Plain)),
+            Batches::Staged(stream) => stream.next().await.map(|batch| batch.map(Delivered::Staged)),
+        }
     }
 }
 
@@ -467,6 +508,13 @@ fn packing(options: &str) -> Result<TokenOptions> {
 }
 
 impl Recipe {
+    /// The slots of a reader's batches, if they are for a device. Allocates none yet.
+    fn staging(&self, feed: &AnyFeed, shard: Shard) -> Result<Option<Arc<Staging>>> {
+        let Some(device) = &self.device else { return Ok(None) };
+        let rows = feed.batch_rows().div_ceil(shard.world() as usize);
+        Ok(Some(Staging::new(feed.schema(), rows, Device::open(device)?)?))
+    }
+
     /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed.
     fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed)> {
         let volumes = engine.volumes(&self.home)?;

@@ -60,12 +60,13 @@ pub(crate) fn capsule(values: Bound<'_, Values>) -> PyResult<Bound<'_, PyAny>> {
             return Err(pyo3::exceptions::PyBufferError::new_err(message));
         }
     };
+    let (device, device_id) = found.device();
     let mut owned = Box::new(Owned {
         managed: ManagedTensor {
             tensor: Tensor {
                 data: found.address() as *mut c_void,
-                device: CPU,
-                device_id: 0,
+                device,
+                device_id,
                 dimensions: found.shape.len() as i32,
                 code,
                 bits: (found.element.bytes * 8) as u8,

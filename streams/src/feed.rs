@@ -4,6 +4,7 @@
 //! - [`Feed`]: random access to any slots of any global batch ([`Feed::batch`]), or a stream of them
 //!   ([`Feed::stream`]). Whole input groups in the order of the files ([`Feed::read_group`]).
 //! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
+//! - [`staging`]: batches in a ring of slots, on the host or on a GPU.
 //! - [`ImageOptions`]: the transform of a column of images into tensors.
 //! - [`TokenOptions`]: the packing of a column of tokens into sequences of one length.
 //! - [`BucketOptions`]: batches of rows with lists of like length.
@@ -64,6 +65,7 @@ mod reader;
 pub(crate) mod select;
 mod shard;
 pub(crate) mod source;
+pub mod staging;
 mod statistics;
 mod stream;
 pub(crate) mod tokens;

@@ -273,6 +273,29 @@ pub enum FeedError {
         /// What is wrong with it.
         what: String,
     },
+    /// A device on which batches are staged cannot be used, or has no memory left.
+    #[error("stage batches on {device}: {reason}")]
+    Device {
+        /// The device, for example `cuda:0`.
+        device: String,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+    /// The reader holds all slots of a ring.
+    #[error(
+        "stage batches on {device}: the program holds batches in all {slots} slots of {bytes} bytes, and let go of none \
+         within {seconds} s; drop batches, keep copies of them (tensor.clone(), array.copy()), or leave device out"
+    )]
+    SlotsHeld {
+        /// The device.
+        device: String,
+        /// Slots of the ring.
+        slots: usize,
+        /// Bytes of a slot.
+        bytes: u64,
+        /// How long the ring has waited.
+        seconds: u64,
+    },
     /// The runtime shut down (or the feed was dropped) while a decoding was under way.
     #[error("feed stopped while reading {file}")]
     Stopped {
