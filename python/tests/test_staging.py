@@ -182,7 +182,7 @@ class TorchTest(HomeCase):
         from millrace.torch import FeedDataset
 
         expected = digest(self.order(epochs=2))
-        for workers, method in ((0, None), (2, "fork"), (2, "spawn")):
+        for workers, method in ((0, None), (2, "fork"), (1, "spawn")):
             dataset = FeedDataset(DATASET, columns=["id", "pixels"], home=self.home, device="cpu")
             loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=method)
             # All batches are kept.

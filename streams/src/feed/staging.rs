@@ -1,5 +1,8 @@
 //! Staging of batches: a ring of slots that threads of the feed fill ahead of the reader, handed over without a copy.
 //!
+//! A batch is gathered as for any reader, and then copied into its slot, which on a GPU is the copy to pinned memory that
+//! a transfer beside computation needs. Both run on threads of the feed.
+//!
 //! A slot holds the columns of one batch whose rows have a fixed number of bytes: numbers, times, flags as bytes, and
 //! lists of a fixed size. Its memory is that of the host, or pinned memory with as much memory of a GPU behind it
 //! (feature `cuda`). The reader gets addresses in the slot, and holds the slot until it drops the last of them.
