@@ -65,6 +65,10 @@ fn code(error: &FeedError) -> Code {
             _ => Code::Internal,
         },
         FeedError::Stopped { .. } => Code::Unavailable,
-        FeedError::Assemble { .. } | FeedError::UnusablePlan { .. } => Code::Internal,
+        // A service stages nothing.
+        FeedError::Assemble { .. }
+        | FeedError::UnusablePlan { .. }
+        | FeedError::Device { .. }
+        | FeedError::SlotsHeld { .. } => Code::Internal,
     }
 }
