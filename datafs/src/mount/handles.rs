@@ -48,7 +48,18 @@ pub(super) struct Kept {
     /// Something was written through the handle.
     wrote: AtomicBool,
     lost: AtomicU8,
+    /// [`TOLD`], [`UNTOLD`] or [`TELLS`].
+    untold: AtomicU8,
+    /// The slot is given back. Locked while the record changes, so that the last one written is the newest.
+    is_closed: Mutex<bool>,
 }
+
+/// `fsync` has no lost writes of the file to report.
+const TOLD: u8 = 0;
+/// The next `fsync` reports that writes to the file are lost, whichever handle wrote them.
+const UNTOLD: u8 = 1;
+/// An `fsync` reports it; the program may not have the answer yet.
+const TELLS: u8 = 2;
 
 impl Kept {
     /// For a file that a request with this number opens.
@@ -80,6 +91,15 @@ impl Handle {
         if self.kept.lost.load(Ordering::Relaxed) == Lost::File as u8 { self.check_writes() } else { Ok(()) }
     }
 
+    /// Fails if a crash has lost writes to the file that no `fsync` through this handle has reported.
+    fn check_told(&self) -> Result<()> {
+        let untold = &self.kept.untold;
+        match untold.compare_exchange(UNTOLD, TELLS, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => Err(Error::LostWrites { what: format!("inode {}", self.node.ino) }),
+            Err(_) => Ok(()),
+        }
+    }
+
     fn record(&self, number: u64) -> OpenRecord {
         let flags = self.file.flags();
         let lost = self.kept.lost.load(Ordering::Relaxed) != 0;
@@ -91,6 +111,7 @@ impl Handle {
             (self.streams, journal::STREAMS),
             (self.kept.wrote.load(Ordering::Relaxed), journal::WROTE),
             (lost, journal::LOST),
+            (self.kept.untold.load(Ordering::Relaxed) != TOLD, journal::UNTOLD),
         ];
         OpenRecord {
             bits: bits.into_iter().filter(|(is, _)| *is).fold(0, |all, (_, bit)| all | bit),
@@ -191,6 +212,8 @@ impl Handles {
             backing: OnceLock::new(),
             wrote: AtomicBool::new(is(journal::WROTE)),
             lost: AtomicU8::new(lost.map_or(0, |lost| lost as u8)),
+            untold: AtomicU8::new(if lost.is_none() && is(journal::UNTOLD) { UNTOLD } else { TOLD }),
+            is_closed: Mutex::default(),
         };
         if record.backing != 0 {
             let _ = kept.backing.set(record.backing);
@@ -266,10 +289,43 @@ impl Handles {
 
     /// Notes a write through a handle, before it is answered.
     pub(super) fn writes_through(&self, number: u64, handle: &Handle) {
-        if let (Some(journal), Some(slot)) = (self.journal.get(), handle.kept.slot.get())
-            && !handle.kept.wrote.swap(true, Ordering::Relaxed)
-        {
+        if !handle.kept.wrote.swap(true, Ordering::Relaxed) {
+            self.record_again(number, handle);
+        }
+    }
+
+    /// Puts the present state of a handle into the journal.
+    fn record_again(&self, number: u64, handle: &Handle) {
+        let (Some(journal), Some(slot)) = (self.journal.get(), handle.kept.slot.get()) else { return };
+        let is_closed = handle.kept.is_closed.lock();
+        if !*is_closed {
             journal.update(*slot, handle.record(number));
+        }
+    }
+
+    /// Commits the writes to a file, and reports those that a crash of an earlier server has lost: through the handle
+    /// that wrote always, through each other one once. The caller calls [`Handles::has_synced`] after the answer.
+    pub(super) fn sync(&self, handle: &Handle) -> Result<()> {
+        let synced = handle.check_writes().and_then(|()| {
+            handle.file.fsync()?;
+            self.settle()?;
+            handle.check_told()
+        });
+        if let (Err(Error::LostWrites { .. }), Some(journal)) = (&synced, self.journal.get()) {
+            journal.tells(handle.node.ino);
+        }
+        synced
+    }
+
+    /// The program has got the answer to [`Handles::sync`]. A report that it has got is not repeated by a later server.
+    pub(super) fn has_synced(&self, number: u64, handle: &Handle) {
+        let Some(journal) = self.journal.get() else { return };
+        let untold = &handle.kept.untold;
+        if untold.compare_exchange(TELLS, TOLD, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            self.record_again(number, handle);
+            journal.has_told(handle.node.ino);
+        } else if handle.kept.lost.load(Ordering::Relaxed) != 0 {
+            journal.has_told(handle.node.ino);
         }
     }
 
@@ -300,6 +356,9 @@ impl Handles {
         };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         if let Some(journal) = self.journal.get() {
+            if handle.node.is_live() && journal.is_untold(handle.node.ino) {
+                handle.kept.untold = AtomicU8::new(UNTOLD);
+            }
             if let Some(backing) = &backing {
                 // No other thread has the handle yet.
                 let _ = handle.kept.backing.set(backing.id());
@@ -335,6 +394,7 @@ impl Handles {
     pub(super) fn release(&self, number: u64) {
         let Some(handle) = self.open.write().remove(&number) else { return };
         if let (Some(journal), Some(slot)) = (self.journal.get(), handle.kept.slot.get()) {
+            *handle.kept.is_closed.lock() = true;
             journal.remove(*slot);
         }
         let mut nodes = self.nodes.lock();

@@ -11,7 +11,8 @@
 //!  - locks and files without a name: the metadata has them under the server's session. The holder keeps the
 //!    session's file locked, so that no process ends the session before the next server has taken it over;
 //!  - uncommitted writes: a planned handover commits them. A crash loses them; then `write`, `fsync` and `close`
-//!    of the open files that wrote to those inodes return EIO.
+//!    of the open files that wrote to those inodes return EIO. The next `fsync` through each other open file of
+//!    those inodes returns EIO once, as does that of a file opened before an `fsync` has told of the loss.
 //!
 //! Two servers never serve at once: a server gets the device when the connection of the one before has closed,
 //! after the last thread of that process.

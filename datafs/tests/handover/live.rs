@@ -42,8 +42,9 @@ fn exactly_the_files_with_lost_writes_report_them() {
         assert!(is_eio(unsynced.sync_all()));
     }
     assert!(nix::unistd::close(unsynced).is_err(), "close reports it too");
-    // A handle through which nothing was written lost nothing.
+    // A handle through which nothing was written reports it once, and is of use.
     other.write_all_at(b"third", 0).unwrap();
+    assert!(is_eio(other.sync_all()));
     other.sync_all().unwrap();
     for file in [&synced, &reader, &idle] {
         let mut read = [0; 5];
@@ -54,6 +55,69 @@ fn exactly_the_files_with_lost_writes_report_them() {
     }
     assert_eq!(fs::read(at.join("unsynced")).unwrap(), b"third");
     drop((synced, reader, idle, other));
+    held.unmount();
+    server.ends();
+}
+
+#[test]
+fn every_descriptor_of_a_file_reports_lost_writes_once() {
+    let Some(held) = Held::new() else { return };
+    let server = held.server("data");
+    let path = held.at().join("file");
+    let (writer, idle) = (read_write(&path), read_write(&held.at().join("idle")));
+    for file in [&writer, &idle] {
+        file.write_all_at(b"A", 0).unwrap();
+        file.sync_all().unwrap();
+    }
+    let [checkpointer, quiet] = [(); 2].map(|()| read_write(&path));
+    let reader = File::open(&path).unwrap();
+    writer.write_all_at(b"B", 0).unwrap();
+    server.kill();
+    let server = held.server("data");
+    // The next server dies before any program has asked.
+    server.kill();
+    let server = held.server("data");
+    assert_eq!(fs::read(&path).unwrap(), b"A");
+    let later = read_write(&path);
+    for file in [&checkpointer, &reader, &later] {
+        assert!(is_eio(file.sync_data()));
+        file.sync_data().unwrap();
+    }
+    // The loss was told: a descriptor that is opened now has lost nothing.
+    read_write(&path).sync_all().unwrap();
+    idle.sync_all().unwrap();
+    // A planned handover waits for all answers, and keeps what was told and what was not.
+    let next = held.server("data");
+    server.ends();
+    for file in [&checkpointer, &reader, &later, &read_write(&path)] {
+        file.sync_all().unwrap();
+    }
+    nix::unistd::close(quiet).unwrap();
+    nix::unistd::close(reader).unwrap();
+    assert!(is_eio(writer.sync_all()) && is_eio(writer.write_at(b"more", 0)));
+    drop((writer, checkpointer, later, idle));
+    held.unmount();
+    next.ends();
+}
+
+#[test]
+fn a_file_opened_after_its_last_descriptor_lost_writes_reports_them_once() {
+    let Some(held) = Held::new() else { return };
+    let server = held.server("data");
+    let path = held.at().join("file");
+    let writer = read_write(&path);
+    writer.write_all_at(b"A", 0).unwrap();
+    writer.sync_all().unwrap();
+    writer.write_all_at(b"B", 0).unwrap();
+    server.kill();
+    let server = held.server("data");
+    // Closed without fsync: the error of a close often reaches no program.
+    assert!(nix::unistd::close(writer).is_err());
+    let next = read_write(&path);
+    assert!(is_eio(next.sync_all()));
+    next.sync_all().unwrap();
+    read_write(&path).sync_all().unwrap();
+    drop(next);
     held.unmount();
     server.ends();
 }
@@ -157,8 +221,10 @@ fn synced_lines_survive_killed_servers_under_load() {
                     if synced.len() > 200_000 {
                         synced.clear();
                         let file = read_write(&path);
-                        file.set_len(0).unwrap();
-                        file.sync_all().unwrap();
+                        // A crash meanwhile, or one of before, is reported once.
+                        while let Err(error) = file.set_len(0).and_then(|()| file.sync_all()) {
+                            assert_eq!(error.raw_os_error(), Some(libc::EIO), "worker {worker}: {error}");
+                        }
                     }
                 }
             });

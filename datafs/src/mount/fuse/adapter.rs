@@ -502,12 +502,12 @@ impl Filesystem for Adapter {
     }
 
     fn fsync(&self, _request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        let synced = self.handles.get(fh.0).and_then(|handle| {
-            handle.check_writes()?;
-            handle.file.fsync()?;
-            self.handles.settle()
-        });
-        self.empty("fsync", self.node(ino), synced, reply);
+        let handle = match self.handles.get(fh.0) {
+            Ok(handle) => handle,
+            Err(error) => return self.empty("fsync", self.node(ino), Err(error), reply),
+        };
+        self.empty("fsync", self.node(ino), self.handles.sync(&handle), reply);
+        self.handles.has_synced(fh.0, &handle);
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {

@@ -1,18 +1,22 @@
-//! The journal of a held mount: its open files, the locks taken through them, and the inodes with uncommitted
-//! writes, in memory that the holder keeps.
+//! The journal of a held mount: its open files, the locks taken through them, the inodes with uncommitted writes,
+//! and those whose loss no program knows, in memory that the holder keeps.
 //!
 //! The journal is a memory file of slots of [`SLOT_BYTES`]. Each change is one `pwrite` of one slot, which the
 //! kernel finishes even if the process is killed meanwhile. Slot 0 is the header: [`MAGIC`] or
 //! [`MAGIC_WITH_LOCKS`], the end of the inode numbers that servers have reserved, and whether there were more
-//! inodes than slots. A slot is an open file, a lock, an inode with uncommitted writes, or free.
+//! inodes than slots. A slot is an open file, a lock, an inode with uncommitted writes or untold loss, or free.
 //!
 //! The metadata has the locks. The journal tells through which open file each was taken, because the end of that
 //! file releases it.
 //!
 //! An inode counts as uncommitted until its commit survives a kill of the process: an answered commit is in the
 //! metadata file only some milliseconds later. A thread waits for that and then frees the slots.
+//!
+//! A crash turns the slot of an inode with uncommitted writes into one of untold loss. It stays until an `fsync` has
+//! reported the loss, also over further servers. A file opened before that reports the loss as well. This is how
+//! the kernel reports errors of its own write-back (`errseq_t`).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
@@ -31,6 +35,8 @@ use crate::fs::open_table::WriteJournal;
 const SLOT_BYTES: usize = 40;
 /// Most slots: 40 MiB. Open files beyond do not survive a crash of their server.
 const SLOTS_MAX: u32 = 1 << 20;
+/// Most inodes with untold loss: 2.5 MiB. Those of a later crash replace those of earlier ones.
+const UNTOLD_MAX: usize = 1 << 16;
 /// Marks a journal of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrjrnl1");
 /// Marks one that has or had slots of locks, which programs of the format before do not know.
@@ -46,8 +52,11 @@ pub(in crate::mount) const EXECUTES: u32 = 1 << 3;
 pub(in crate::mount) const STREAMS: u32 = 1 << 4;
 /// Something was written through the handle.
 pub(in crate::mount) const WROTE: u32 = 1 << 5;
-/// What was written through the handle is lost.
+/// What was written through the handle is lost. With [`INODE`]: what was written to the inode is lost, and no
+/// `fsync` has reported it. A program that does not know the pair takes the inode for one with uncommitted writes.
 pub(in crate::mount) const LOST: u32 = 1 << 6;
+/// The next `fsync` through the handle reports that writes to the file are lost.
+pub(in crate::mount) const UNTOLD: u32 = 1 << 7;
 /// The slot is a lock.
 const LOCK: u32 = 1 << 29;
 /// The slot is an inode with uncommitted writes.
@@ -114,6 +123,8 @@ struct State {
     /// Slots in the file.
     len: u32,
     inodes: HashMap<u64, Inode>,
+    /// Inodes whose loss no `fsync` has reported yet.
+    untold: HashMap<u64, Untold>,
     /// Inodes whose commit was answered, with their `writes` then.
     answered: Vec<(u64, u64)>,
     inos_end: u64,
@@ -129,6 +140,14 @@ struct Inode {
     slot: u32,
     /// Counts how often it got uncommitted writes.
     writes: u64,
+}
+
+/// An inode whose writes were lost.
+#[derive(Debug)]
+struct Untold {
+    slot: u32,
+    /// An `fsync` is about to report the loss: files that are opened now do not report it again.
+    is_told: bool,
 }
 
 impl Journal {
@@ -163,6 +182,8 @@ impl Journal {
             let record = OpenRecord::decode(bytes);
             if record.bits & USED == 0 {
                 state.free.push(slot);
+            } else if record.bits & (INODE | LOST) == INODE | LOST {
+                state.untold.insert(record.number, Untold { slot, is_told: false });
             } else if record.bits & INODE != 0 {
                 left.uncommitted.push(record.number);
                 state.inodes.insert(record.number, Inode { slot, writes: 0 });
@@ -262,15 +283,52 @@ impl Journal {
         Ok(())
     }
 
-    /// Forgets the inodes that an earlier server has left with uncommitted writes.
-    pub(super) fn forget(&self, inos: &[u64]) {
+    /// Turns inodes that an earlier server has left with uncommitted writes into ones with untold loss.
+    pub(super) fn lose(&self, inos: &HashSet<u64>) {
         let mut state = self.state.lock();
-        for ino in inos {
-            if let Some(inode) = state.inodes.remove(ino)
-                && self.clear(inode.slot)
-            {
-                state.free.push(inode.slot);
+        if state.untold.len() + inos.len() > UNTOLD_MAX {
+            let earlier: Vec<_> = state.untold.extract_if(|ino, _| !inos.contains(ino)).collect();
+            tracing::warn!(
+                files = earlier.len(),
+                "too many files lost writes: files of earlier crashes that are opened from now on do not report it"
+            );
+            for (_, untold) in earlier {
+                self.free(&mut state, untold.slot);
             }
+        }
+        for ino in inos {
+            let slot = state.inodes.remove(ino).map(|inode| inode.slot);
+            if state.untold.contains_key(ino) || state.untold.len() >= UNTOLD_MAX {
+                if let Some(slot) = slot {
+                    self.free(&mut state, slot);
+                }
+                continue;
+            }
+            // One without a slot did not fit into the journal of the server before.
+            let Some(slot) = slot.or_else(|| state.take_slot()) else { continue };
+            state.untold.insert(*ino, Untold { slot, is_told: false });
+            self.update(slot, OpenRecord::of_inode(INODE | LOST, *ino));
+        }
+    }
+
+    /// Whether writes to an inode were lost, and no `fsync` has reported it yet.
+    pub(in crate::mount) fn is_untold(&self, ino: u64) -> bool {
+        self.state.lock().untold.get(&ino).is_some_and(|untold| !untold.is_told)
+    }
+
+    /// An `fsync` is about to report the loss of an inode. The journal keeps it until [`Journal::has_told`]: this
+    /// server may die before the program gets the answer.
+    pub(in crate::mount) fn tells(&self, ino: u64) {
+        if let Some(untold) = self.state.lock().untold.get_mut(&ino) {
+            untold.is_told = true;
+        }
+    }
+
+    /// An `fsync` has reported the loss of an inode.
+    pub(in crate::mount) fn has_told(&self, ino: u64) {
+        let mut state = self.state.lock();
+        if let Some(untold) = state.untold.remove(&ino) {
+            self.free(&mut state, untold.slot);
         }
     }
 
@@ -318,6 +376,13 @@ impl Journal {
 
     fn put(&self, slot: u32, record: OpenRecord) -> io::Result<()> {
         self.file.write_all_at(&record.encode(), u64::from(slot) * SLOT_BYTES as u64)
+    }
+
+    /// Clears a slot for the next record.
+    fn free(&self, state: &mut State, slot: u32) {
+        if self.clear(slot) {
+            state.free.push(slot);
+        }
     }
 
     fn clear(&self, slot: u32) -> bool {
@@ -368,10 +433,8 @@ impl WriteJournal for Journal {
             return;
         };
         state.inodes.insert(ino, Inode { slot, writes: 0 });
-        let record =
-            OpenRecord { bits: INODE, backing: 0, number: ino, node: 0, data_version: 0, request: 0 };
         // Under the lock: a settled commit must not free the slot before it is written.
-        self.update(slot, record);
+        self.update(slot, OpenRecord::of_inode(INODE, ino));
     }
 
     fn has_flushed(&self, volume: u64, ino: u64) {
@@ -403,6 +466,11 @@ impl WriteJournal for Journal {
 }
 
 impl OpenRecord {
+    /// The record of an inode.
+    fn of_inode(bits: u32, ino: u64) -> OpenRecord {
+        OpenRecord { bits, backing: 0, number: ino, node: 0, data_version: 0, request: 0 }
+    }
+
     fn encode(self) -> [u8; SLOT_BYTES] {
         let mut bytes = [0; SLOT_BYTES];
         bytes[..4].copy_from_slice(&(self.bits | USED).to_le_bytes());
@@ -470,8 +538,46 @@ mod tests {
         let open: Vec<_> = left.open.iter().map(|(_, record)| record.number).collect();
         assert_eq!(open, [1, 3]);
         assert_eq!(left.open[0].1, OpenRecord { bits: READ | WRITE | USED, ..record(1) });
-        next.forget(&left.uncommitted);
+        next.lose(&left.uncommitted.iter().copied().collect());
         assert!(reopen(&next).1.uncommitted.is_empty());
+    }
+
+    #[test]
+    fn untold_loss_survives_servers_until_a_report_was_answered() {
+        let (_home, _datafs, view) = setup();
+        let (journal, _) = Journal::open(Journal::create().unwrap(), view.volume).unwrap();
+        journal.has_unflushed(view.volume, 20);
+        journal.has_unflushed(view.volume, 21);
+        let (second, left) = reopen(&journal);
+        // 22 had no slot.
+        second.lose(&left.uncommitted.iter().copied().chain([22]).collect());
+        let (third, left) = reopen(&second);
+        assert!(left.uncommitted.is_empty() && left.open.is_empty());
+        assert!([20, 21, 22].into_iter().all(|ino| third.is_untold(ino)) && !third.is_untold(23));
+        // A further crash with new writes to the inode adds no second mark.
+        third.has_unflushed(view.volume, 20);
+        let (fourth, left) = reopen(&third);
+        assert_eq!(left.uncommitted, [20]);
+        fourth.lose(&HashSet::from([20]));
+        fourth.tells(20);
+        assert!(!fourth.is_untold(20));
+        assert!(reopen(&fourth).0.is_untold(20), "the answer may not have reached the program");
+        fourth.has_told(20);
+        let (fifth, left) = reopen(&fourth);
+        assert!(left.uncommitted.is_empty() && !fifth.is_untold(20) && fifth.is_untold(21));
+        let state = fifth.state.lock();
+        assert_eq!(state.free.len() as u32 + 2, state.len - 1, "two slots are used");
+    }
+
+    #[test]
+    fn untold_loss_of_earlier_crashes_makes_place() {
+        let (_home, _datafs, view) = setup();
+        let (journal, _) = Journal::open(Journal::create().unwrap(), view.volume).unwrap();
+        journal.lose(&HashSet::from([1, 2]));
+        let many = 2..2 + UNTOLD_MAX as u64 + 5;
+        journal.lose(&many.collect());
+        assert!(!journal.is_untold(1));
+        assert_eq!(journal.state.lock().untold.len(), UNTOLD_MAX);
     }
 
     #[test]

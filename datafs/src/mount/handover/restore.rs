@@ -62,12 +62,20 @@ impl Held {
         }
         let uncommitted: HashSet<u64> = left.uncommitted.iter().copied().collect();
         let mut doubts = Vec::new();
+        // Those of open files as well, where the journal did not list all.
+        let mut untold = uncommitted.clone();
         let (mut files, mut lost_files) = (0u64, 0u64);
         for (slot, record, file) in open {
             let node = file.node();
             let is_uncommitted = left.overflowed || uncommitted.contains(&node.ino);
+            if is_uncommitted && node.is_live() && is_live {
+                untold.insert(node.ino);
+            }
             let lost = self.lost(record, &file, is_uncommitted)?;
             let mut record = *record;
+            if lost.is_none() && is_uncommitted && node.is_live() {
+                record.bits |= journal::UNTOLD;
+            }
             if is_uncommitted || lost.is_some() {
                 // In the journal, before it forgets the uncommitted inodes: this server may die before it has told the
                 // kernel.
@@ -83,7 +91,7 @@ impl Held {
             handles.inherit(file, (slot, &record), lost, backing);
             doubts.push(Doubt { node, data_version: record.data_version });
         }
-        self.journal.forget(&left.uncommitted);
+        self.journal.lose(&untold);
         if left.overflowed {
             // The open files have recorded their lost writes.
             self.journal.clear_overflow();
@@ -102,7 +110,8 @@ impl Held {
         Ok(doubts)
     }
 
-    /// What the crash of the server before has cost an open file.
+    /// What the crash of the server before has cost an open file. Writes through other files of the inode are not
+    /// counted: [`journal::UNTOLD`] says that they are to be reported.
     fn lost(&self, record: &OpenRecord, file: &OpenFile, uncommitted: bool) -> Result<Option<Lost>> {
         let is = |bit| record.bits & bit != 0;
         if !file.is_inherited()? {
