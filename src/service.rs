@@ -11,7 +11,7 @@ use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_home::{Addresses, HomeLock};
 use millrace_ingest::Until;
-use millrace_serving::pipe::{self, Deps, Waiting};
+use millrace_serving::pipe::{self, Deps, Faults, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
@@ -251,7 +251,13 @@ impl Service {
             let part = format!("pipe {}", declared.name);
             let gauge = WaitGauge::of(&part);
             let waiting = Waiting::new(move |waits| gauge.set(waits));
-            let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress, waiting };
+            let deps = Deps {
+                kafka: self.kafka.clone(),
+                inference: inference.clone(),
+                progress,
+                waiting,
+                faults: Faults::default(),
+            };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
             self.front.spawn_restarting(part, move || {
                 let (declared, deps, stop) = (declared.clone(), deps.clone(), stop.clone());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use millrace_datafs::View;
-use millrace_serving::pipe::{self, Deps, PipeReport, Until, Waiting};
+use millrace_serving::pipe::{self, Deps, Faults, PipeReport, Until, Waiting};
 use millrace_serving::{Control, Inference, PipeConfig, Repository, Source};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -88,12 +88,14 @@ async fn predict(
 ) -> Result<PipeReport> {
     let until = if follow { Until::Forever } else { Until::CaughtUp };
     let mut report = PipeReport::default();
+    let faults = Faults::default();
     loop {
         let deps = Deps {
             kafka: session.kafka.clone(),
             inference: inference.clone(),
             progress: progress.clone(),
             waiting: Waiting::default(),
+            faults: faults.clone(),
         };
         let stop = context.stop.child_token();
         let mut running = std::pin::pin!(pipe::run(config, deps, until, stop.clone()));

@@ -1,5 +1,5 @@
 //! The answer step of a pipe: reads the rows of a batch of records, predicts them and writes the answers.
-//! Records that cannot be predicted become dead letters.
+//! Records that cannot be predicted become dead letters, unless the server fails on all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
 use super::answered_offsets::AnsweredOffsets;
+use super::faults::Faults;
 use super::output::Writer;
 use super::waiting::Waiting;
 use super::{CHUNK_BYTES_MAX, PipeReport, Until};
@@ -32,6 +33,7 @@ pub(super) struct Pipe<'a> {
     pub(super) config: &'a PipeConfig,
     pub(super) inference: &'a Inference,
     pub(super) waiting: &'a Waiting,
+    pub(super) faults: &'a Faults,
     pub(super) writer: Writer<'a>,
     pub(super) answered: AnsweredOffsets,
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
@@ -153,7 +155,10 @@ impl Pipe<'_> {
                 self.answer_bytes = Some(largest);
             }
             done += count;
+            // A record that was written as a dead letter is never predicted: whether the server has a fault is known
+            // first. The batch's records bound what waits meanwhile.
             if out.bytes >= CHUNK_BYTES_MAX
+                && self.faults.is_zero()
                 && !self.write_unless_cancelled(records, std::mem::take(&mut out)).await?
             {
                 return Ok(false);
@@ -346,6 +351,9 @@ impl Pipe<'_> {
 
     /// Runs rows of one shape in one call. If the call fails, runs them one at a time, so that a bad row does
     /// not fail the others. `None` if cancelled while the server was busy.
+    ///
+    /// # Errors
+    /// Those of [`Pipe::call`], and [`crate::Error::Infer`] when the server fails on every row.
     async fn predict(
         &self,
         model: &Model,
@@ -356,8 +364,14 @@ impl Pipe<'_> {
             return Ok(None);
         };
         match together {
-            Ok(answers) => return Ok(Some(answers.into_iter().map(Ok).collect())),
-            Err(error) if rows.len() == 1 => return Ok(Some(vec![Err(error)])),
+            Ok(answers) => {
+                self.faults.clear();
+                return Ok(Some(answers.into_iter().map(Ok).collect()));
+            }
+            Err(error) if rows.len() == 1 => {
+                self.faults.note(self.config, &error)?;
+                return Ok(Some(vec![Err(error)]));
+            }
             Err(error) => {
                 tracing::debug!(pipe = self.config.name, %error, "a batch failed, its rows run one by one")
             }
@@ -367,9 +381,14 @@ impl Pipe<'_> {
             let Some(alone) = self.call(model, mapping, std::slice::from_ref(row)).await? else {
                 return Ok(None);
             };
-            answers.push(alone.and_then(|mut answers| {
+            let answer = alone.and_then(|mut answers| {
                 answers.pop().ok_or_else(|| InferError::internal("the model gave no row"))
-            }));
+            });
+            match &answer {
+                Ok(_) => self.faults.clear(),
+                Err(error) => self.faults.note(self.config, error)?,
+            }
+            answers.push(answer);
         }
         Ok(Some(answers))
     }

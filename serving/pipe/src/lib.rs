@@ -7,7 +7,8 @@
 //! a process that was just killed) can still appear twice. Every prediction names its source (`source:
 //! {topic, partition, offset}` in the value, `millrace-source` in the headers), so that a consumer can drop
 //! duplicates. Records that cannot be predicted go to the dead-letter topic with the reason; no record is
-//! dropped.
+//! dropped. A fault of the server is not the record's: after 16 internal errors without an answer between, the pipe
+//! ends and does not commit the batch.
 //!
 //! A pipe is identified by its name, model, input and output; positions and answers belong to one identity.
 //! Answers carry the timestamp of their record, so a pipe detects that its input topic was deleted and
@@ -19,6 +20,7 @@
 mod answer;
 mod answered_offsets;
 mod error;
+mod faults;
 mod output;
 mod progress;
 mod waiting;
@@ -34,6 +36,7 @@ use tokio_util::sync::CancellationToken;
 use answer::Pipe;
 use answered_offsets::{AnsweredOffsets, Tail};
 pub use error::{Error, Result};
+pub use faults::Faults;
 use millrace_serving_core::config::PipeConfig;
 use millrace_serving_core::error::{chain, quote};
 use millrace_serving_repository::infer::Inference;
@@ -68,6 +71,8 @@ pub struct Deps {
     pub progress: View,
     /// Receives a callback when the pipe starts or stops waiting.
     pub waiting: Waiting,
+    /// Failures of the server in a row. Those of the run before, where a pipe is started again after an error.
+    pub faults: Faults,
 }
 
 /// When a pipe ends without being cancelled.
@@ -100,7 +105,8 @@ pub struct PipeReport {
 /// # Errors
 /// [`Error::Server`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::Fenced`] when another process runs
 /// the same pipe; [`Error::InputChanged`] when the input is not the topic that the pipe has read;
-/// [`Error::Infer`] under [`Until::CaughtUp`] when the model is not ready or stays busy.
+/// [`Error::Infer`] when the server fails on every record, and under [`Until::CaughtUp`] when the model is not ready
+/// or stays busy.
 pub async fn run(
     config: &PipeConfig,
     deps: Deps,
@@ -181,6 +187,7 @@ async fn run_once(
         config,
         inference: &deps.inference,
         waiting: &deps.waiting,
+        faults: &deps.faults,
         writer,
         answered,
         mapping: None,

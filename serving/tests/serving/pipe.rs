@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use millrace_bundle::{Bundle, Lineage};
 use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
-use millrace_serving::pipe::{self, Deps, PipeReport, Until, Waiting, run};
-use millrace_serving::{Error, Inference, PipeConfig, Repository, Source};
+use millrace_serving::pipe::{self, Deps, Faults, PipeReport, Until, Waiting, run};
+use millrace_serving::{Error, InferError, Inference, PipeConfig, Repository, Source};
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
 use millrace_streams::topic::{self, Consumer, EARLIEST, OutRecord, Producer, Records};
@@ -50,7 +50,8 @@ async fn world_of(model: &str, onnx: Vec<u8>) -> World {
     }
     let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
     let inference = Inference::new(repository);
-    let deps = Deps { kafka: kafka.clone(), inference, progress: view, waiting: Waiting::default() };
+    let (waiting, faults) = (Waiting::default(), Faults::default());
+    let deps = Deps { kafka: kafka.clone(), inference, progress: view, waiting, faults };
     World { home, kafka, deps, broker }
 }
 
@@ -449,6 +450,56 @@ async fn oversized_answers_become_dead_letters_and_other_records_are_answered() 
         assert!(reason.contains("too large for topic out"), "{reason}");
         assert!(letter.headers["millrace-source"].starts_with("in/0/"), "{letter:?}");
     }
+    world.broker.stop().await.unwrap();
+}
+
+fn picky_pipe() -> PipeConfig {
+    let columns = [("input".to_string(), "x".to_string()), ("shape".to_string(), "shape".to_string())];
+    PipeConfig { model: "picky".into(), columns: columns.into(), ..pipe() }
+}
+
+/// A record for [`picky`].
+fn picky_record(id: usize, fails: bool) -> OutRecord {
+    let shape = [1, if fails { FEATURES + 1 } else { FEATURES }];
+    OutRecord::new("in", json!({ "id": id, "x": row_of(id), "shape": shape }).to_string())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn single_record_on_which_the_model_fails_becomes_a_dead_letter() {
+    let world = world_of("picky", picky(false)).await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    producer.send_all((0..40).map(|id| picky_record(id, id == 7 || id >= 30))).await.unwrap();
+    let report = catch_up_as(&world, &picky_pipe()).await;
+    assert_eq!((report.predicted, report.dead_letters), (29, 11));
+    let dead = read(&world.kafka, "out-dead").await;
+    assert!(dead.iter().all(|letter| letter.headers["millrace-reason"].contains("Reshape")), "{dead:?}");
+    world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_stay_in_the_topic_while_the_server_fails_on_all() {
+    let world = world_of("picky", picky(false)).await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    producer.send_all((0..40).map(|id| picky_record(id, true))).await.unwrap();
+    for until in [Until::CaughtUp, Until::Forever] {
+        let (config, cancel) = (picky_pipe(), CancellationToken::new());
+        let running = run(&config, world.deps.clone(), until, cancel);
+        let ended = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap_err();
+        let pipe::Error::Infer(InferError::Internal { reason }) = &ended else { panic!("{ended:?}") };
+        assert!(reason.contains("16 records in a row") && reason.contains("Reshape"), "{reason}");
+    }
+    assert!(topic::watermarks(&world.kafka, "out-dead").await.is_err(), "a dead letter was written");
+    let view = world.deps.progress.clone();
+    let committed = move || view.key_get("pipe/p/in/out/picky/0").unwrap();
+    assert_eq!(tokio::task::spawn_blocking(committed).await.unwrap(), None);
+
+    let mended = Bundle::new("picky", 5, picky(true), Lineage::default(), Default::default()).unwrap();
+    mended.write(world.deps.progress.object_store().as_ref(), "models").await.unwrap();
+    world.deps.inference.repository().refresh().await.unwrap();
+    let report = catch_up_as(&world, &picky_pipe()).await;
+    assert_eq!((report.predicted, report.dead_letters), (40, 0));
     world.broker.stop().await.unwrap();
 }
 

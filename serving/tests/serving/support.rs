@@ -230,6 +230,32 @@ fn of_rows(name: &str, node: NodeProto, initializer: Vec<TensorProto>) -> Vec<u8
     })
 }
 
+/// Returns its row in another shape: `input` FP32 [batch, 4] and `shape` INT64 [batch, 2] to `memory`. Unless
+/// `mended`, it fails on a row whose `shape` has not four elements. The error names the output, so it counts as one
+/// of the device's memory.
+pub(crate) fn picky(mended: bool) -> Vec<u8> {
+    use tensor_proto::DataType::{Float, Int64};
+    let flat = TensorProto {
+        name: Some("flat".into()),
+        dims: vec![1],
+        data_type: Some(Int64 as i32),
+        raw_data: Some((-1i64).to_le_bytes().to_vec()),
+        ..Default::default()
+    };
+    let reshape = vec![
+        node("Reshape", &["shape", "flat"], "extents"),
+        node("Reshape", &["input", "extents"], "memory"),
+    ];
+    model(GraphProto {
+        name: Some("picky".into()),
+        node: if mended { vec![node("Identity", &["input"], "memory")] } else { reshape },
+        initializer: if mended { Vec::new() } else { vec![flat] },
+        input: vec![value("input", Float, &[-1, FEATURES as i64]), value("shape", Int64, &[-1, 2])],
+        output: vec![value("memory", Float, &[-1, FEATURES as i64])],
+        ..Default::default()
+    })
+}
+
 /// Adds its inputs: `a` and `b` FP32 [batch, 4] to `output`.
 pub(crate) fn sum() -> Vec<u8> {
     use tensor_proto::DataType::Float;
