@@ -7,7 +7,8 @@
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
 - :mod:`millrace.flight`: batches that servers on other machines read and decode.
-- :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once.
+- :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once, and a reduce function
+  over the keys of what it returned.
 - :func:`publish`: a PyTorch model as a version for the model server.
 - :mod:`millrace.fsspec`: volumes as a file system of fsspec.
 

@@ -19,6 +19,8 @@ __all__ = ["FunctionSource", "check_not_loading"]
 
 # Whether a worker process runs the file of its function.
 _is_loading = False
+# The scripts that this process has run: a file of two functions is run once.
+_scripts: dict[str, types.ModuleType] = {}
 
 
 def check_not_loading(function: Any) -> None:
@@ -121,6 +123,8 @@ class FunctionSource:
         return module
 
     def _run(self, data: bytes) -> types.ModuleType:
+        if self.file in _scripts:
+            return _scripts[self.file]
         # What stands beside a script can be imported, as when Python runs it.
         sys.path.insert(0, os.path.dirname(self.file))
         name = os.path.splitext(os.path.basename(self.file))[0]
@@ -130,6 +134,7 @@ class FunctionSource:
         module.__file__ = self.file
         sys.modules[name] = module
         exec(compile(data, self.file, "exec"), module.__dict__)
+        _scripts[self.file] = module
         return module
 
     def __str__(self) -> str:

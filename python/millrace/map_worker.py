@@ -1,4 +1,4 @@
-"""A worker process of a map job: reads input groups, calls the function, and publishes what it returns.
+"""A worker process of a map job: reads input groups or parts, calls the function, and publishes what it returns.
 
 The driver writes a line of JSON for each request to standard input, and gets a line for each answer. The worker ends at
 once when its input ends: the driver is gone, and a group that was begun has left nothing. What the function prints goes to
@@ -18,9 +18,12 @@ from typing import Any
 
 from millrace.errors import Error
 from millrace.feed import Feed
+from millrace.map_failure import TRACE_MAX, FunctionFailed, shortened, text_of
 from millrace.map_function import FunctionSource
-from millrace.map_output import GroupOutput, ReturnedError, tables
+from millrace.map_output import GroupOutput, Output, ReturnedError, tables
 from millrace.map_record import Job, Target, describe
+from millrace.map_reduce import Reducer, Reduction
+from millrace.map_shuffle import ShuffleOutput
 
 __all__ = ["main"]
 
@@ -33,12 +36,9 @@ class _Worker:
         if self._feed.plan != setup["plan"]:
             raise Error(f"map {self._source}: {setup['dataset']} has changed since the job began; run it again")
         sys.path[:0] = [path for path in setup["path"] if path not in sys.path]
-        try:
-            self._function = self._source.load()
-        except Error:
-            raise
-        except BaseException as error:
-            raise _FunctionFailed(f"map {self._source}: {self._source.file} cannot be loaded", error) from error
+        self._function = _load(self._source)
+        self._reduction = Reduction.from_json(setup["reduction"]) if setup["reduction"] is not None else None
+        self._reducer = None if self._reduction is None else Reducer(self._reduction, _load(self._reduction.source))
         self._target = Target(setup["to"], setup["feed"]["home"])
         self._job: Job | None = None
 
@@ -52,7 +52,7 @@ class _Worker:
         assert job is not None
         if job.groups.is_done(group):
             return False
-        output = GroupOutput(job.groups, group)
+        output = self._output(job, group)
         try:
             # The rows are the function's alone: it may change them, and drop them early.
             returned = tables(self._call(self._feed._convert(self._feed._reader.read_group(group)), group))
@@ -68,7 +68,7 @@ class _Worker:
                 output.write(table)
             found = self._feed._reader.group(group)
             return output.finish(found[3] if found else 0)
-        except _FunctionFailed:
+        except FunctionFailed:
             output.discard()
             raise
         except Error as error:
@@ -78,31 +78,33 @@ class _Worker:
             output.discard()
             raise
 
+    def reduce(self, part: int) -> bool:
+        """Reduces a part; returns whether it is this worker's output that was published."""
+        assert self._job is not None and self._reducer is not None
+        return self._reducer.compute(self._job, part)
+
+    def _output(self, job: Job, group: int) -> Output:
+        if self._reduction is None:
+            return GroupOutput(job.groups, group)
+        return ShuffleOutput(job.groups, group, self._reduction.key, self._reduction.parts)
+
     def _call(self, rows: Any, group: int) -> Any:
         try:
             return self._function(rows, **self._arguments)
         except BaseException as error:
             raise self._failed(group, error) from error
 
-    def _failed(self, group: int, error: BaseException) -> _FunctionFailed:
-        return _FunctionFailed(f"map {self._source}: {describe(self._feed, group)}", error)
+    def _failed(self, group: int, error: BaseException) -> FunctionFailed:
+        return FunctionFailed(f"map {self._source}: {describe(self._feed, group)}", error)
 
 
-class _FunctionFailed(Exception):
-    """The user's code raised an exception."""
-
-    def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(f"{where}: {_text(error)}")
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
-            frames = frames.tb_next
-        self.traceback = _shortened("".join(traceback.format_exception(type(error), error, frames)).rstrip(), _TRACE_MAX)
-
-
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# Characters of an exception's first line, and of its traceback, that reach the caller: an exception may hold a whole batch.
-_LINE_MAX = 2_000
-_TRACE_MAX = 100_000
+def _load(source: FunctionSource) -> Any:
+    try:
+        return source.load()
+    except Error:
+        raise
+    except BaseException as error:
+        raise FunctionFailed(f"map {source}: {source.file} cannot be loaded", error) from error
 
 
 def main() -> None:
@@ -129,15 +131,17 @@ def main() -> None:
             elif "job" in request:
                 worker.take(request["job"])
                 answer = {}
+            elif "part" in request:
+                answer = {"computed": worker.reduce(request["part"])}
             else:
                 answer = {"computed": worker.compute(request["group"])}
-        except _FunctionFailed as failed:
+        except FunctionFailed as failed:
             answer = {"error": str(failed), "class": "FunctionError", "traceback": failed.traceback}
         except Error as error:
             answer = {"error": str(error), "class": _class(error)}
         except BaseException as error:
-            trace = _shortened(traceback.format_exc().rstrip(), _TRACE_MAX)
-            answer = {"error": _text(error), "class": "Error", "traceback": trace}
+            trace = shortened(traceback.format_exc().rstrip(), TRACE_MAX)
+            answer = {"error": text_of(error), "class": "Error", "traceback": trace}
         is_busy.clear()
         try:
             answers.write(json.dumps(answer) + "\n")
@@ -158,22 +162,6 @@ def _read(requests: Any, lines: queue.SimpleQueue[str | None], is_busy: threadin
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
-
-
-def _text(error: BaseException) -> str:
-    """The type of an exception, and the first line of its text."""
-    try:
-        text = str(error).strip().partition("\n")[0]
-    except Exception as failed:
-        text = f"its text cannot be had ({type(failed).__name__})"
-    return _shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, _LINE_MAX)
-
-
-def _shortened(text: str, most: int) -> str:
-    """A text with its middle left out where it is long: a traceback says what happened at its end."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most // 2]} [{len(text) - most} characters left out] {text[-(most // 2) :]}"
 
 
 def _class(error: Error) -> str:

@@ -1,4 +1,4 @@
-"""The driver of map jobs: a Python function over the input groups of a dataset, on worker processes."""
+"""The driver of map jobs: Python functions over the input groups of a dataset and over keys, on worker processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace import errors
@@ -21,11 +21,14 @@ from millrace.errors import Error, FunctionError, UnavailableError, UsageError
 from millrace.feed import Feed, _integer
 from millrace.map_function import FunctionSource, check_not_loading
 from millrace.map_record import GROUPS_MAX, Job, Target, describe
+from millrace.map_reduce import Reduction
 
 __all__ = ["Mapped", "map"]
 
 # Workers that a group may end before the job fails: a machine without memory kills one that did nothing wrong.
 _DEATHS_MAX = 3
+# The parts of a job that reduces. Not by the processors: the job may go on at another machine.
+_PARTS = 16
 # Seconds that workers have to end when their input has ended.
 _PATIENCE_S = 10
 # Seconds between two looks at a signal.
@@ -38,7 +41,8 @@ class Mapped:
 
     ``source`` has the snapshot that was read. ``computed`` of the ``groups`` input groups were computed by this call;
     the others were done before, or by another process. ``rows_read`` and ``rows`` count the rows of all groups and of
-    their output, in ``files`` of ``bytes``.
+    their output, in ``files`` of ``bytes``. A job with a reduce function also has ``parts``, of which this call
+    ``reduced`` some, and ``keys``; ``rows`` are then those that the reduce function returned.
     """
 
     source: str
@@ -49,6 +53,9 @@ class Mapped:
     rows: int
     files: int
     bytes: int
+    parts: int | None = None
+    reduced: int | None = None
+    keys: int | None = None
 
 
 def map(
@@ -64,6 +71,10 @@ def map(
     split_by: str | Sequence[str] | None = None,
     format: str = "arrow",
     arguments: Mapping[str, Any] | None = None,
+    key: str | Sequence[str] | None = None,
+    reduce: str | Callable[..., Any] | None = None,
+    reduce_arguments: Mapping[str, Any] | None = None,
+    parts: int | None = None,
     allow_changed_function: bool = False,
     progress: Callable[[int, int], None] | None = None,
     home: str | os.PathLike[str] | None = None,
@@ -81,6 +92,11 @@ def map(
     ``if __name__ == "__main__":``. What the function returns for a group does not depend on the others, but all tables must
     have the same columns. Several calls for one group are possible when a process dies: only the last has an output.
 
+    With ``reduce``, the output of the function is not written to the folder. Its rows are split by a hash of their ``key``
+    into parts, each part is sorted by key, and the reduce function is called once for each key, with all of its rows.
+    What it returns for the keys of part ``n`` is the file ``part-0000000n.parquet``. The folder appears when all parts
+    are done. Neither a part nor the rows of a key have to fit in memory; a part is sorted in ``TMPDIR`` where it is large.
+
     :param function: ``SCRIPT.py:FUNCTION``, ``MODULE:FUNCTION``, or a function of a file. It gets the rows of a group, and
         ``arguments``. It returns a ``pyarrow.Table`` or ``RecordBatch``, a dictionary of columns, a data frame, or None for
         no output. It may also return or yield several of these, which are written one after the other.
@@ -93,17 +109,26 @@ def map(
     :param format: ``"arrow"``: the function gets a ``pyarrow.RecordBatch``. ``"numpy"``, ``"torch"``: dictionaries, as
         :class:`millrace.Feed` gives them.
     :param arguments: values for named parameters of the function, which JSON can hold.
+    :param key: a column, or several, of what the function returns: integers, floats, booleans, texts, bytes, dates or
+        times. Null is a key of its own; so is NaN, and -0.0 is 0.0.
+    :param reduce: the reduce function, named as ``function`` is, or by its bare name where it is in the same file. It
+        gets the key, as a value of Python or a tuple of several columns, and an iterator of ``pyarrow.RecordBatch`` with
+        the rows of the key, in the order of the input. It returns what ``function`` may return, or a dictionary of single
+        values for one row.
+    :param reduce_arguments: values for named parameters of the reduce function, which JSON can hold.
+    :param parts: parts of a job that reduces, 1 to 4,096; by default 16, or those of the job in the folder.
     :param allow_changed_function: go on although the file of the function or its arguments have changed since groups
         were done. Their output stays.
     :param progress: called with the groups that are done and all groups, after each one.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.FunctionError: when the function raises an exception; the groups that other workers have begun are
         finished.
-    :raises millrace.ConflictError: when the folder holds something else, or columns differ between groups.
+    :raises millrace.ConflictError: when the folder holds something else, or columns differ between groups or parts.
     """
     check_not_loading(function)
     source_of = FunctionSource.of(function)
     arguments = _json_object(source_of, arguments)
+    reduction = _reduction(function, source_of, key, reduce, reduce_arguments, parts)
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
@@ -122,6 +147,9 @@ def map(
         raise UsageError(f"map {source}: {groups} input groups; a dataset has at most {GROUPS_MAX} files")
     processes = _processors() if processes is None else _integer("processes", processes, 1)
     target = Target(to, options["home"])
+    manifest = target.manifest()
+    if reduction is not None and parts is None and manifest is not None and isinstance(manifest.get("parts"), int):
+        reduction = replace(reduction, parts=manifest["parts"])
     identity = {
         "source": feed.dataset,
         "plan": feed.plan,
@@ -130,6 +158,10 @@ def map(
         "format": options["format"],
         "function": source_of.identity(arguments),
     }
+    if reduction is not None:
+        identity["key"] = reduction.key
+        identity["reduce"] = reduction.source.identity(reduction.arguments)
+        identity["parts"] = reduction.parts
     setup = {
         "function": source_of.to_json(),
         "arguments": arguments,
@@ -138,31 +170,44 @@ def map(
         "plan": feed.plan,
         "to": str(target),
         "path": [path for path in sys.path if path],
+        "reduction": None if reduction is None else reduction.to_json(),
     }
-    manifest = target.manifest()
+    total = groups + (0 if reduction is None else reduction.parts)
     with _Pool(source_of, feed, setup) as pool:
         if manifest is None or manifest.get("completed") is None:
             # Before the folder belongs to the job: a function that cannot be loaded leaves no trace.
             pool.start_first()
         job = Job.begin(target, identity, allow_changed_function)
         if not job.is_complete:
-            done = set(job.groups.records())
-            pending = [group for group in range(groups) if group not in done]
-            if manifest is not None:
-                # Another driver may be at work: it begins at the other end.
-                pending.reverse()
             report = progress or _ignore
-            report(len(done), groups)
-            pool.run(job, pending, processes, lambda more: report(len(done) + more, groups))
+            done = 0
+            units = {"group": (job.groups, groups)}
+            if reduction is not None:
+                units["part"] = (job.parts, reduction.parts)
+            for unit, (record, count) in units.items():
+                before = set(record.records())
+                pending = [number for number in range(count) if number not in before]
+                if manifest is not None:
+                    # Another driver may be at work: it begins at the other end.
+                    pending.reverse()
+                done += len(before)
+                report(done, total)
+                # The parts begin when all groups are done, by this driver or another one.
+                pool.run(job, unit, pending, processes, lambda more, done=done: report(done + more, total))
+                done += len(pending)
             job.complete(groups)
     found = job.manifest["completed"]
-    return Mapped(
-        feed.dataset, str(target), groups, pool.computed, found["rows_read"], found["rows"], found["files"], found["bytes"]
+    mapped = Mapped(
+        feed.dataset, str(target), groups, pool.computed["group"], found["rows_read"], found["rows"], found["files"],
+        found["bytes"],
     )
+    if reduction is None:
+        return mapped
+    return replace(mapped, parts=reduction.parts, reduced=pool.computed["part"], keys=found["keys"])
 
 
 class _Pool:
-    """Worker processes, each with a thread of this process that hands it one group after the other."""
+    """Worker processes, each with a thread of this process that hands it one group or part after the other."""
 
     def __init__(self, source: FunctionSource, feed: Feed, setup: dict[str, Any]) -> None:
         self._source = source
@@ -177,7 +222,7 @@ class _Pool:
         self._running = 0
         self._error: BaseException | None = None
         self._is_closed = False
-        self.computed = 0
+        self.computed: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> _Pool:
         return self
@@ -200,14 +245,19 @@ class _Pool:
         """Starts one worker, which loads the function."""
         self._idle.append(self._start())
 
-    def run(self, job: Job, pending: list[int], processes: int, report: Callable[[int], None]) -> None:
-        """Has all groups computed. The first error stops it once the other workers have finished their group."""
+    def run(self, job: Job, unit: str, pending: list[int], processes: int, report: Callable[[int], None]) -> None:
+        """Has groups or parts computed. The first error stops it once the other workers have finished theirs.
+
+        :param unit: ``"group"`` or ``"part"``.
+        """
         self._pending.extend(pending)
+        self._deaths.clear()
+        self._finished = 0
         assert job.run_value is not None
         begin = {"job": {"manifest": job.manifest, "run_value": job.run_value.decode()}}
         for _ in range(min(processes, len(pending))):
             self._running += 1
-            threading.Thread(target=self._serve, args=(begin,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(begin, unit), daemon=True).start()
         reported = 0
         while True:
             with self._changed:
@@ -222,7 +272,7 @@ class _Pool:
         if self._error is not None:
             raise self._error
 
-    def _serve(self, begin: dict[str, Any]) -> None:
+    def _serve(self, begin: dict[str, Any], unit: str) -> None:
         worker: _Worker | None = None
         try:
             while (group := self._next()) is not None:
@@ -230,20 +280,22 @@ class _Pool:
                     if worker is None:
                         worker = self._take()
                         worker.ask(begin)
-                    computed = worker.ask({"group": group})["computed"]
+                    computed = worker.ask({unit: group})["computed"]
                 except _Died as died:
                     worker = None
-                    self._requeue(group, died)
+                    self._requeue(group, unit, died)
                     continue
                 with self._changed:
                     self._finished += 1
-                    self.computed += computed
+                    self.computed[unit] += computed
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
         finally:
             with self._changed:
+                if worker is not None:
+                    self._idle.append(worker)
                 self._running -= 1
                 self._changed.notify_all()
 
@@ -253,7 +305,7 @@ class _Pool:
                 return None
             return self._pending.popleft()
 
-    def _requeue(self, group: int, died: _Died) -> None:
+    def _requeue(self, group: int, unit: str, died: _Died) -> None:
         with self._changed:
             if self._is_closed:
                 return
@@ -261,10 +313,11 @@ class _Pool:
             if self._deaths[group] < _DEATHS_MAX:
                 self._pending.appendleft(group)
                 return
-        raise FunctionError(
-            f"map {self._source}: {describe(self._feed, group)}: {_DEATHS_MAX} worker processes ended at it, the last one "
-            f"{died}"
-        )
+        where = f"map {self._source}: {describe(self._feed, group)}"
+        if unit == "part":
+            reduction = Reduction.from_json(self._setup["reduction"])
+            where = f"reduce {reduction.source}: part {group} of {reduction.parts}"
+        raise FunctionError(f"{where}: {_DEATHS_MAX} worker processes ended at it, the last one {died}")
 
     def _take(self) -> _Worker:
         with self._changed:
@@ -393,6 +446,34 @@ def _error_of(answer: dict[str, Any]) -> Error:
     if isinstance(error, FunctionError):
         error.traceback = trace
     return error
+
+
+def _reduction(
+    function: str | Callable[..., Any],
+    source: FunctionSource,
+    key: str | Sequence[str] | None,
+    reduce: str | Callable[..., Any] | None,
+    arguments: Mapping[str, Any] | None,
+    parts: int | None,
+) -> Reduction | None:
+    if reduce is None:
+        for name, value in {"key": key, "reduce_arguments": arguments, "parts": parts}.items():
+            if value is not None:
+                raise UsageError(f"map {source}: {name} is for jobs with a reduce function; name one with reduce")
+        return None
+    if key is None:
+        raise UsageError(f"map {source}: a reduce function needs a key; name the columns with key")
+    if isinstance(reduce, str) and ":" not in reduce and isinstance(function, str):
+        # The file that was named, not the folder of a script.
+        reduce = f"{function.rpartition(':')[0]}:{reduce}"
+    elif isinstance(reduce, str) and ":" not in reduce:
+        raise UsageError(f"map {source}: reduce is {reduce!r}; give the function, or its file too: SCRIPT.py:FUNCTION")
+    reduce_of = FunctionSource.of(reduce)
+    number = _PARTS if parts is None else _integer("parts", parts, 1)
+    names = [key] if isinstance(key, str) else list(key)
+    reduction = Reduction(reduce_of, _json_object(reduce_of, arguments), names, number)
+    reduction.check()
+    return reduction
 
 
 def _json_object(source: FunctionSource, arguments: Mapping[str, Any] | None) -> dict[str, Any]:

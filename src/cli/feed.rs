@@ -70,7 +70,7 @@ pub(crate) enum FeedCommand {
     Bench(FeedBenchArgs),
     /// Call a Python function with each row group, and write what it returns to a new folder, exactly once
     #[command(
-        after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --argument limit=0.5"
+        after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nWith --reduce, the rows that FUNCTION returns are split by a hash of --key into parts and sorted. The reduce\nfunction is called once for each key, with the key and an iterator of record batches. The output folder\nappears when all parts are done.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --argument limit=0.5\n  millrace feed map corpus@v1:/texts words.py:words --key word --reduce count --to corpus:/counts"
     )]
     Map(FeedMapArgs),
     /// Serve batches to other machines over Arrow Flight, until a signal stops it
@@ -182,7 +182,20 @@ pub(crate) struct FeedMapArgs {
     /// A named parameter of the function, as JSON or else as a text
     #[arg(long = "argument", value_name = "NAME=VALUE", value_parser = argument)]
     pub(crate) arguments: Vec<(String, serde_json::Value)>,
-    /// Go on although the function's file or arguments changed; row groups that are done stay as they are
+    /// Key columns of the rows that FUNCTION returns, by which they are reduced
+    #[arg(long, value_name = "COLUMN,...", value_delimiter = ',', requires = "reduce")]
+    pub(crate) key: Vec<String>,
+    /// The reduce function, called once for each key: `SCRIPT.py:FUNCTION`, `MODULE:FUNCTION`, or a name in the file of
+    /// FUNCTION
+    #[arg(long, value_name = "FUNCTION", requires = "key")]
+    pub(crate) reduce: Option<String>,
+    /// A named parameter of the reduce function, as JSON or else as a text
+    #[arg(long = "reduce-argument", value_name = "NAME=VALUE", value_parser = argument, requires = "reduce")]
+    pub(crate) reduce_arguments: Vec<(String, serde_json::Value)>,
+    /// Parts into which keys are split, each reduced as one piece and written as one file [default: 16]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=4096), requires = "reduce")]
+    pub(crate) parts: Option<u16>,
+    /// Go on although a function's file or arguments changed; row groups and parts that are done stay as they are
     #[arg(long)]
     pub(crate) allow_changed_function: bool,
     /// The Python interpreter

@@ -1,4 +1,5 @@
-//! `millrace feed map`: the front of the package `millrace`, which calls a Python function with each input group.
+//! `millrace feed map`: the front of the package `millrace`, which calls a Python function with each input group, and
+//! another one with each key of what it returned.
 //!
 //! The driver is a Python process (`python/millrace/__main__.py`). It gets its arguments as a line of JSON, and tells
 //! its progress and its end in lines. It stops when its input ends, so it does not outlive this command.
@@ -32,7 +33,7 @@ def is_missing(name):
     except ImportError:
         return True
 print()
-print('missing:', *filter(is_missing, ('millrace', 'pyarrow', 'millrace.mapping')))
+print('missing:', *filter(is_missing, ('millrace', 'pyarrow', 'millrace.map_reduce')))
 ";
 /// Begins the line of the missing modules.
 const MISSING: &str = "missing:";
@@ -58,6 +59,16 @@ struct Mapped {
     rows: u64,
     files: u64,
     bytes: u64,
+    #[serde(flatten)]
+    reduced: Option<Reduced>,
+}
+
+/// What a complete job with a reduce function has beside the others.
+#[derive(Serialize, Deserialize)]
+struct Reduced {
+    parts: u64,
+    reduced: u64,
+    keys: u64,
 }
 
 pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
@@ -76,13 +87,21 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
     let (source, rows) = (&args.rows.dataset, &args.rows.select);
     check_names("--argument", args.arguments.iter().map(|(name, _)| name))?;
     check_names("--splits", rows.splits.iter().map(|(name, _)| name))?;
+    check_names("--reduce-argument", args.reduce_arguments.iter().map(|(name, _)| name))?;
     let arguments: BTreeMap<_, _> = args.arguments.iter().cloned().collect();
-    let request = json!({
+    let mut request = json!({
         "function": args.function, "source": source, "to": args.to, "processes": args.processes,
         "columns": super::columns(args.columns), "where": rows.filter, "splits": rows.splits, "split": rows.split,
         "split_by": rows.split_by, "format": args.format, "arguments": arguments,
         "allow_changed_function": args.allow_changed_function,
     });
+    if let Some(reduce) = &args.reduce {
+        request["reduce"] = json!(reduce);
+        request["key"] = json!(args.key);
+        request["parts"] = json!(args.parts);
+        let arguments: BTreeMap<_, _> = args.reduce_arguments.iter().cloned().collect();
+        request["reduce_arguments"] = json!(arguments);
+    }
     let mut driver = start(context, &args.python)?;
     let found = follow(context, &mut driver, &request).await;
     let found = match found {
@@ -100,20 +119,25 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
             );
         }
     };
-    context.out.table(
-        &found,
-        &["source", "to", "groups", "computed now", "rows read", "rows", "files", "bytes"],
-        [vec![
-            found.source.clone(),
-            found.to.clone(),
-            count(found.groups),
-            count(found.computed),
-            count(found.rows_read),
-            count(found.rows),
-            count(found.files),
-            bytes(found.bytes),
-        ]],
-    )
+    let mut columns = vec![
+        ("source", found.source.clone()),
+        ("to", found.to.clone()),
+        ("groups", count(found.groups)),
+        ("computed now", count(found.computed)),
+        ("rows read", count(found.rows_read)),
+    ];
+    if let Some(reduced) = &found.reduced {
+        columns.push(("parts", count(reduced.parts)));
+        columns.push(("reduced now", count(reduced.reduced)));
+        columns.push(("keys", count(reduced.keys)));
+    }
+    columns.extend([
+        ("rows", count(found.rows)),
+        ("files", count(found.files)),
+        ("bytes", bytes(found.bytes)),
+    ]);
+    let (names, values): (Vec<_>, Vec<_>) = columns.into_iter().unzip();
+    context.out.table(&found, &names, [values])
 }
 
 /// Fails for a name that is given twice: only one of its values could count.
