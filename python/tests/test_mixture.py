@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
 import unittest
@@ -99,6 +100,40 @@ class MixtureTest(HomeCase):
         feed = self.mixed(rows_per_epoch=1_000)
         self.assertEqual(sum(map(len, map(ids_of, feed))), 1_000)
         self.assertEqual(len(self.mixed(rows_per_epoch=0.5)), 4)
+
+    def test_images_and_keys_of_a_mixture(self) -> None:
+        from PIL import Image
+
+        volume = millrace.Volume("pets", create=True, home=self.home)
+        for name, first, count in (("cats", 0, 60), ("dogs", 100, 40)):
+            images = []
+            for label in range(first, first + count):
+                out = io.BytesIO()
+                Image.fromarray(numpy.full((10, 12, 3), label, numpy.uint8)).save(out, "PNG")
+                images.append(out.getvalue())
+            with volume.open(f"/{name}/0.parquet", "wb") as file:
+                labels = pyarrow.array(range(first, first + count), pyarrow.uint8())
+                pyarrow.parquet.write_table(pyarrow.table({"image": images, "label": labels}), file)
+        volume.snapshot("v1")
+
+        def read(world: int) -> list[Any]:
+            found: list[Any] = []
+            feeds = [
+                millrace.Feed(millrace.Mixture({"pets@v1:/cats": 0.6, "pets@v1:/dogs": 0.4}), home=self.home, keys="key",
+                              images={"image": millrace.Image(8, crop="random")}, batch_rows=10, rank=rank, world=world)
+                for rank in range(world)
+            ]
+            for batches in zip(*feeds, strict=True):
+                for batch in batches:
+                    self.assertEqual((batch["image"].shape[1:], batch["image"].dtype), ((3, 8, 8), numpy.uint8))
+                    self.assertTrue((batch["image"] == batch["label"][:, None, None, None]).all())
+                    found += zip(batch["label"].tolist(), batch["key"].tolist())
+            return found
+
+        rows = read(1)
+        self.assertEqual((len({label for label, _ in rows}), len({key for _, key in rows})), (len(rows), len(rows)))
+        self.assertGreater(len(rows), 95)
+        self.assertEqual(read(3), rows)
 
     def test_workers_of_a_loader_read_a_mixture(self) -> None:
         torch_or_skip()

@@ -38,6 +38,7 @@
 //! ```
 
 mod any;
+mod assembly;
 mod batch;
 pub(crate) mod buckets;
 mod cache;

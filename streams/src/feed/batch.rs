@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
-use arrow::datatypes::{Field, Schema, SchemaRef};
+use arrow::datatypes::{Schema, SchemaRef};
 use arrow::error::ArrowError;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::dataset::Dataset;
 use crate::feed::any::check_places;
+use crate::feed::assembly::{Assembly, with_keys};
 use crate::feed::buckets::PlaceMap;
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::panic_text;
-use crate::feed::gather::gather;
 use crate::feed::hash::NumberMap;
-use crate::feed::image::{self, ImageOptions, Images};
+use crate::feed::image::{self, ImageOptions};
 use crate::feed::metrics;
 use crate::feed::order::PLACES_MAX;
 use crate::feed::patience::Patience;
@@ -119,10 +119,7 @@ struct Inner {
     plan: Arc<Plan>,
     /// The columns of the batches.
     schema: SchemaRef,
-    /// The columns that are gathered as they are, with their positions among those of the row groups.
-    plain: (SchemaRef, Vec<usize>),
-    images: Option<Images>,
-    packer: Option<Arc<Packer>>,
+    form: Form,
     has_keys: bool,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
@@ -136,6 +133,40 @@ struct Inner {
     row_bytes: u64,
     prefetch_batches: usize,
     patience: Patience,
+}
+
+/// What batches are made of.
+pub(crate) enum Form {
+    /// Rows of the dataset.
+    Rows(Arc<Assembly>),
+    /// Sequences of packed tokens.
+    Sequences(Arc<Packer>),
+}
+
+impl Form {
+    /// The stage that packs tokens, if there is one.
+    pub(crate) fn packer(&self) -> Option<&Arc<Packer>> {
+        match self {
+            Form::Rows(_) => None,
+            Form::Sequences(packer) => Some(packer),
+        }
+    }
+
+    /// Size of a row's images, or of a sequence.
+    pub(crate) fn tensor_bytes(&self) -> u64 {
+        match self {
+            Form::Rows(assembly) => assembly.tensor_bytes(),
+            Form::Sequences(packer) => packer.row_bytes(),
+        }
+    }
+
+    /// The columns of the batches. `key_column` is the name of the keys, which those of rows have already.
+    pub(crate) fn schema(&self, key_column: Option<&str>) -> Result<SchemaRef> {
+        match self {
+            Form::Rows(assembly) => Ok(Arc::clone(assembly.schema())),
+            Form::Sequences(packer) => with_keys(Arc::clone(packer.schema()), key_column),
+        }
+    }
 }
 
 impl Feed {
@@ -194,18 +225,12 @@ impl Feed {
         let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
         let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
         let decoded_max = options.record_batch_bytes_max;
-        let images = Images::new(&plan, &store, &schema, &options.images)?;
-        let is_plain = |at: &usize| images.as_ref().is_none_or(|images| !images.has(*at));
-        let plain: Vec<usize> = (0..schema.fields().len()).filter(is_plain).collect();
-        let fields: Vec<Field> = plain.iter().map(|at| schema.field(*at).clone()).collect();
-        let delivered = images.as_ref().map_or_else(|| Arc::clone(&schema), |images| images.schema(&schema));
-        let packer = match plan.packing() {
-            Some(packing) => Some(Packer::new(&plan, packing, schema.field(0))?),
-            None => None,
+        let form = match plan.packing() {
+            Some(packing) => Form::Sequences(Packer::new(&plan, packing, schema.field(0))?),
+            None => Form::Rows(Assembly::new(&[(Arc::clone(&plan), Arc::clone(&store))], &schema, options)?),
         };
-        let delivered = packer.as_ref().map_or(delivered, |packer| Arc::clone(packer.schema()));
-        let delivered = with_keys(delivered, options.key_column.as_deref())?;
-        let row_bytes = match &packer {
+        let delivered = form.schema(options.key_column.as_deref())?;
+        let row_bytes = match form.packer() {
             Some(packer) => packer.row_bytes(),
             None => bytes / plan.dataset().rows(),
         };
@@ -214,9 +239,7 @@ impl Feed {
             inner: Arc::new(Inner {
                 row_bytes,
                 schema: delivered,
-                plain: (Arc::new(Schema::new(fields)), plain),
-                images,
-                packer,
+                form,
                 has_keys: options.key_column.is_some(),
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
@@ -314,7 +337,7 @@ impl Feed {
         ahead: &[LanePositions],
     ) -> Result<Fetched> {
         let inner = &self.inner;
-        if let Some(packer) = &inner.packer {
+        if let Some(packer) = inner.form.packer() {
             packer.check_batch(rows)?;
         }
         let picks = inner.picker.pick(lanes, rows);
@@ -338,24 +361,16 @@ impl Feed {
 
     async fn gathered(&self, step: u64, slots: Range<usize>, fetched: Fetched) -> Result<FeedBatch> {
         let inner = &self.inner;
-        if let Some(packer) = &inner.packer {
-            return self.packed(packer, step, slots, fetched).await;
-        }
+        let assembly = match &inner.form {
+            Form::Rows(assembly) => assembly,
+            Form::Sequences(packer) => return self.packed(packer, step, slots, fetched).await,
+        };
         let Fetched { picks: Picks { groups, index, rows, epochs, .. }, groups: sources } = fetched;
-        let rows = Arc::new(image::Rows { sources, index, rows, epochs });
-        let tensors = match &inner.images {
-            Some(images) => images.tensors(&rows).await?,
-            None => Vec::new(),
-        };
-        let (shared, gathered_rows) = (Arc::clone(inner), Arc::clone(&rows));
-        let bytes = inner.row_bytes * slots.len() as u64;
-        let batch = gather_guarded(bytes, move || shared.assemble(&gathered_rows, tensors)).await;
+        let rows = Arc::new(image::Rows { sources, index, rows, epochs, origins: Vec::new() });
+        let batch = assembly.batch(&rows, inner.row_bytes * slots.len() as u64).await?;
         let batch = batch.map_err(|error| error.in_files(|| inner.files_of(&groups)))?;
-        let (rows, epochs) = match Arc::try_unwrap(rows) {
-            Ok(rows) => (rows.rows, rows.epochs),
-            Err(shared) => (shared.rows.clone(), shared.epochs.clone()),
-        };
-        Ok(FeedBatch { step, slots, batch, rows, epochs, sources: Vec::new() })
+        let (rows, epochs, sources) = rows.into_numbers();
+        Ok(FeedBatch { step, slots, batch, rows, epochs, sources })
     }
 
     /// A batch of packed sequences.
@@ -371,7 +386,7 @@ impl Feed {
         let batch = pack_sequences(
             packer,
             sequences,
-            self.inner.has_keys.then_some((&rows[..], &epochs[..])),
+            self.inner.has_keys.then(|| image::keys(&[packer.seed()], &[], &epochs, &rows)),
             &self.inner.schema,
         )
         .await?;
@@ -381,7 +396,7 @@ impl Feed {
 
     /// The rows of a plan with packed tokens as sequences to pack; none for another plan.
     pub(crate) fn sequences(&self, fetched: &Fetched) -> Vec<SequenceRow> {
-        let Some(packer) = &self.inner.packer else { return Vec::new() };
+        let Some(packer) = self.inner.form.packer() else { return Vec::new() };
         let Fetched { picks, groups } = fetched;
         let rows = picks.index.iter().zip(&picks.epochs).map(|(&(source, row), &epoch)| SequenceRow {
             packer: Arc::clone(packer),
@@ -395,7 +410,7 @@ impl Feed {
 
     /// The stage that packs tokens, if the plan has one.
     pub(crate) fn packer(&self) -> Option<&Arc<Packer>> {
-        self.inner.packer.as_ref()
+        self.inner.form.packer()
     }
 
     /// Names of the files with some row groups, for errors.
@@ -411,7 +426,10 @@ impl Feed {
     /// Size of the tensors of a row's images.
     #[cfg(feature = "flight")]
     pub(crate) fn tensor_bytes(&self) -> u64 {
-        self.inner.images.as_ref().map_or(0, Images::row_bytes)
+        match &self.inner.form {
+            Form::Rows(assembly) => assembly.tensor_bytes(),
+            Form::Sequences(_) => 0,
+        }
     }
 
     /// The rows of an input group ([`Plan::input_group`]) in the order of its file. Neither asks nor fills the
@@ -422,7 +440,7 @@ impl Feed {
     /// naming the file.
     pub async fn read_group(&self, number: u32) -> Result<RecordBatch> {
         let groups = self.inner.plan.input_groups();
-        if self.inner.packer.is_some() {
+        if self.inner.form.packer().is_some() {
             return Err(FeedError::invalid(
                 "input groups have rows, not packed tokens; leave tokens out to read them",
             ));
@@ -486,29 +504,15 @@ impl GatherError {
     }
 }
 
-/// Gathers all columns of rows of decoded row groups, `bytes` in size.
-pub(crate) async fn assemble(
-    schema: &SchemaRef,
-    sources: Vec<Arc<RecordBatch>>,
-    index: Vec<(usize, usize)>,
-    bytes: u64,
-) -> Result<RecordBatch, GatherError> {
-    let schema = Arc::clone(schema);
-    let positions: Vec<usize> = (0..schema.fields().len()).collect();
-    gather_guarded(bytes, move || gather(&schema, &positions, &sources, &index)).await
-}
-
-/// Packs sequences into a batch of `schema`, which has the columns of the stage, and a column of keys if the rows and
-/// epochs are given from which they derive.
+/// Packs sequences into a batch of `schema`, which has the columns of the stage, and the column of keys if it is given.
 pub(crate) async fn pack_sequences(
     packer: &Arc<Packer>,
     sequences: Vec<SequenceRow>,
-    keyed: Option<(&[u64], &[u64])>,
+    keys: Option<ArrayRef>,
     schema: &SchemaRef,
 ) -> Result<Result<RecordBatch, GatherError>> {
     packer.check_batch(sequences.len())?;
     let bytes = packer.row_bytes() * sequences.len() as u64;
-    let keys = keyed.map(|(rows, epochs)| image::keys(packer.seed(), epochs, rows));
     let (packer, schema) = (Arc::clone(packer), Arc::clone(schema));
     let packing = move || {
         let batch = pack(&packer, &sequences)?;
@@ -520,7 +524,7 @@ pub(crate) async fn pack_sequences(
 }
 
 /// Runs `gather` for a batch of `bytes` bytes; that of a large one on a blocking thread.
-async fn gather_guarded(
+pub(crate) async fn gather_guarded(
     bytes: u64,
     gather: impl FnOnce() -> Result<RecordBatch, ArrowError> + Send + 'static,
 ) -> Result<RecordBatch, GatherError> {
@@ -538,7 +542,7 @@ async fn gather_guarded(
 
 impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
-        let (reader, packer) = (Arc::clone(&self.reader), self.packer.clone());
+        let (reader, packer) = (Arc::clone(&self.reader), self.form.packer().cloned());
         let decoding = async move {
             let batch = reader.read(group).await?;
             let Some(packer) = packer else { return Ok(batch) };
@@ -548,34 +552,9 @@ impl Inner {
         (self.plan.group_bytes(group), decoding)
     }
 
-    /// The columns of some rows, in the order of the schema.
-    fn assemble(
-        &self,
-        rows: &image::Rows,
-        tensors: Vec<(usize, ArrayRef)>,
-    ) -> Result<RecordBatch, ArrowError> {
-        let (schema, positions) = &self.plain;
-        let plain = gather(schema, positions, &rows.sources, &rows.index)?;
-        if tensors.is_empty() && !self.has_keys {
-            return Ok(plain);
-        }
-        let plain = positions.iter().copied().zip(plain.columns().iter().cloned());
-        let mut columns: Vec<(usize, ArrayRef)> = plain.chain(tensors).collect();
-        columns.sort_by_key(|(at, _)| *at);
-        let mut columns: Vec<ArrayRef> = columns.into_iter().map(|(_, column)| column).collect();
-        if self.has_keys {
-            columns.push(image::keys(self.plan.seed(), &rows.epochs, &rows.rows));
-        }
-        let options = RecordBatchOptions::new().with_row_count(Some(rows.index.len()));
-        RecordBatch::try_new_with_options(Arc::clone(&self.schema), columns, &options)
-    }
-
     /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images and sequences.
     fn batches_ahead(&self, shard: Shard) -> usize {
-        let row_bytes = match &self.packer {
-            Some(packer) => packer.row_bytes(),
-            None => self.images.as_ref().map_or(0, Images::row_bytes),
-        };
+        let row_bytes = self.form.tensor_bytes();
         batches_ahead(row_bytes.saturating_mul(self.plan.slots(shard).len() as u64), self.prefetch_batches)
     }
 
@@ -641,20 +620,6 @@ pub(crate) fn columns(plan: &Plan, options: &FeedOptions) -> Result<Option<Vec<S
         )));
     }
     Ok(Some(vec![packing.options().column.clone()]))
-}
-
-/// The schema with a last column of augmentation keys, if it has a name.
-fn with_keys(schema: SchemaRef, name: Option<&str>) -> Result<SchemaRef> {
-    let Some(name) = name else { return Ok(schema) };
-    if name.is_empty() || schema.column_with_name(name).is_some() {
-        return Err(FeedError::invalid(format!(
-            "the column of augmentation keys cannot be named {name:?}: the name is empty, or a delivered column has it; \
-             choose another one"
-        )));
-    }
-    let mut fields: Vec<Field> = schema.fields().iter().map(|f| f.as_ref().clone()).collect();
-    fields.push(Field::new(name, image::KEY_FIELD_TYPE, false));
-    Ok(Arc::new(Schema::new(fields)))
 }
 
 /// The schema of some columns of a dataset, all of them without `columns`.

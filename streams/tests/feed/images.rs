@@ -10,10 +10,11 @@ use arrow::array::{
     StringArray, StructArray,
 };
 use arrow::datatypes::{DataType, Field, Float32Type, Int64Type, UInt8Type};
-use futures::StreamExt;
+use futures::{StreamExt, TryStreamExt};
 use image::{ImageFormat, Rgb, RgbImage};
 use millrace_streams::feed::{
-    Channels, Crop, Feed, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Result, Shard, Values,
+    Channels, Crop, Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Mixture, MixtureFeed,
+    MixtureSource, Plan, PlanOptions, Result, Shard, Until, Values,
 };
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
@@ -279,4 +280,69 @@ async fn unfit_columns_and_batches_are_refused() {
     let huge = ImageOptions { dtype: Some(Values::Float32), ..ImageOptions::new(4096, 4096) };
     let error = open(&images("image", huge)).unwrap().batch(0, 0..50).await.unwrap_err().to_string();
     assert!(error.contains("batch_rows"), "{error}");
+}
+
+/// The pixels and the key of each row of some batches, by source, row and epoch.
+type Mixed = BTreeMap<(u32, u64, u64), (Vec<u8>, i64)>;
+
+fn take(batch: &FeedBatch, source: Option<u32>, found: &mut Mixed) {
+    let list = batch.batch.column_by_name("image").unwrap().as_fixed_size_list().clone();
+    let keys = batch.batch.column_by_name("key").unwrap().as_primitive::<Int64Type>().clone();
+    for at in 0..batch.rows.len() {
+        let pixels = list.value(at).as_primitive::<UInt8Type>().values().to_vec();
+        let source = source.unwrap_or_else(|| batch.sources[at]);
+        let before = found.insert((source, batch.rows[at], batch.epochs[at]), (pixels, keys.value(at)));
+        assert!(before.is_none(), "row {} of source {source} comes twice", batch.rows[at]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_and_keys_of_a_mixture_are_those_of_its_sources() {
+    let options = FeedOptions { key_column: Some("key".into()), ..images("image", augmented()) };
+    let (mut sources, mut stores, mut alone) = (Vec::new(), Vec::new(), Mixed::new());
+    for (number, rows) in [(0, 30), (1, 12), (2, 7)] {
+        // Files of one name are other pictures in each source.
+        let memory = InMemory::new();
+        for id in 0..rows {
+            put(&memory, &format!("train/pictures/{id}"), picture(id + u64::from(number) * 50)).await;
+        }
+        let names = StringArray::from_iter_values((0..rows).map(|id| format!("pictures/{id}")));
+        put(&memory, "train/0.parquet", parquet(&[table(0..rows, Arc::new(names))])).await;
+        let store: Arc<dyn ObjectStore> = Arc::new(memory);
+        let seed = 3 + u64::from(number);
+        let plan = PlanOptions { batch_rows: 4, lanes: 4, seed, ..PlanOptions::default() };
+        let plan = Arc::new(Plan::build(&store, "train", &plan).await.unwrap());
+        let feed = Feed::open(Arc::clone(&plan), Arc::clone(&store), &options).unwrap();
+        let passes = feed.stream_places(Shard::new(0, 1).unwrap(), 0..rows * 3, 1).unwrap();
+        let batches: Vec<FeedBatch> = passes.try_collect().await.unwrap();
+        batches.iter().for_each(|batch| take(batch, Some(number), &mut alone));
+        let weight = ["3", "2", "1"][number as usize].parse().unwrap();
+        sources.push(MixtureSource { name: format!("s{number}"), plan, weight });
+        stores.push(store);
+    }
+    let mixture = Arc::new(Mixture::new(sources, 10, Until::First).unwrap());
+    let mut first = None;
+    for world in [1, 3] {
+        let mut found = Mixed::new();
+        let mut schema = None;
+        for rank in 0..world {
+            let feed = MixtureFeed::open(Arc::clone(&mixture), &stores, &options).unwrap();
+            let stream = feed.stream_places(Shard::new(rank, world).unwrap(), 0..42, 1).unwrap();
+            let batches: Vec<FeedBatch> = stream.try_collect().await.unwrap();
+            for batch in &batches {
+                assert_eq!(batch.batch.schema(), *feed.schema());
+                take(batch, None, &mut found);
+            }
+            schema = Some(Arc::clone(feed.schema()));
+        }
+        let names: Vec<String> = schema.unwrap().fields().iter().map(|field| field.name().clone()).collect();
+        assert_eq!(names, ["id", "image", "key"]);
+        assert_eq!(found.len(), 42);
+        for (row, mixed) in &found {
+            assert_eq!(Some(mixed), alone.get(row), "{row:?}");
+        }
+        assert_eq!(&found, first.get_or_insert_with(|| found.clone()));
+    }
+    let refused = MixtureFeed::open(mixture, &stores, &images("id", augmented())).err().unwrap();
+    assert!(refused.to_string().contains("image column \"id\" is Int64"), "{refused}");
 }

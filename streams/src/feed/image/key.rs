@@ -36,8 +36,12 @@ impl Draws {
     }
 }
 
-/// A key for each row, for augmentation outside of the feed: 63 bits, so that every framework has a type for it.
-pub(crate) fn keys(seed: u64, epochs: &[u64], rows: &[u64]) -> ArrayRef {
-    let key = |(epoch, row): (&u64, &u64)| (derive_key(&[seed, KEY_DELIVERED, *epoch, *row]) >> 1) as i64;
-    Arc::new(Int64Array::from_iter_values(epochs.iter().zip(rows).map(key)))
+/// A key for each row, for augmentation outside of the feed: 63 bits, so that every framework has a type for it. Each origin
+/// of rows has a seed; without `origins`, all rows are of the first one.
+pub(crate) fn keys(seeds: &[u64], origins: &[u32], epochs: &[u64], rows: &[u64]) -> ArrayRef {
+    let key = |(at, (epoch, row)): (usize, (&u64, &u64))| {
+        let seed = seeds[origins.get(at).map_or(0, |origin| *origin as usize)];
+        (derive_key(&[seed, KEY_DELIVERED, *epoch, *row]) >> 1) as i64
+    };
+    Arc::new(Int64Array::from_iter_values(epochs.iter().zip(rows).enumerate().map(key)))
 }

@@ -52,6 +52,18 @@ pub(crate) struct Rows {
     pub(crate) index: Vec<(usize, usize)>,
     pub(crate) rows: Vec<u64>,
     pub(crate) epochs: Vec<u64>,
+    /// The source of each row of a mixture; empty for one dataset.
+    pub(crate) origins: Vec<u32>,
+}
+
+impl Rows {
+    /// The rows, epochs and origins.
+    pub(crate) fn into_numbers(self: Arc<Self>) -> (Vec<u64>, Vec<u64>, Vec<u32>) {
+        match Arc::try_unwrap(self) {
+            Ok(own) => (own.rows, own.epochs, own.origins),
+            Err(shared) => (shared.rows.clone(), shared.epochs.clone(), shared.origins.clone()),
+        }
+    }
 }
 
 /// The image columns of a feed.
@@ -68,11 +80,17 @@ struct Column {
     renderer: Renderer,
 }
 
-struct Shared {
+/// A dataset that rows come from.
+struct Origin {
     plan: Arc<Plan>,
     store: Arc<dyn ObjectStore>,
     /// The folder that names are relative to.
     folder: String,
+}
+
+struct Shared {
+    /// The dataset, or the sources of a mixture.
+    origins: Vec<Origin>,
     processors: usize,
     permits: Arc<Semaphore>,
     /// Kilobytes of files in memory.
@@ -93,10 +111,9 @@ struct Fetched {
 }
 
 impl Images {
-    /// The stage for columns of `schema`; `None` without any.
+    /// The stage for columns of `schema`; `None` without any. `origins` are the dataset, or the sources of a mixture.
     pub(crate) fn new(
-        plan: &Arc<Plan>,
-        store: &Arc<dyn ObjectStore>,
+        origins: &[(Arc<Plan>, Arc<dyn ObjectStore>)],
         schema: &Schema,
         options: &BTreeMap<String, ImageOptions>,
     ) -> Result<Option<Images>> {
@@ -120,10 +137,13 @@ impl Images {
         };
         let columns = options.iter().map(column).collect::<Result<Vec<_>>>()?;
         let processors = std::thread::available_parallelism().map_or(2, usize::from);
-        let shared = Shared {
+        let origin = |(plan, store): &(Arc<Plan>, Arc<dyn ObjectStore>)| Origin {
             folder: folder_of(plan.dataset()),
             plan: Arc::clone(plan),
             store: Arc::clone(store),
+        };
+        let shared = Shared {
+            origins: origins.iter().map(origin).collect(),
             processors,
             permits: Arc::new(Semaphore::new(processors)),
             fetching: Arc::new(Semaphore::new(kilobytes(FETCHED_BYTES_MAX) as usize)),
@@ -254,7 +274,7 @@ impl Shared {
             async move { AbortOnDropHandle::new(tokio::spawn(running)).await }
         });
         let mut done = stream::iter(tasks).buffered(ahead);
-        let stopped = || FeedError::Stopped { file: self.plan.dataset().path().to_string() };
+        let stopped = || self.stopped();
         let mut tensor = BytesMut::new();
         while let Some(slot) = done.try_next().await.map_err(|_| stopped())? {
             // Neighbours of one buffer: nothing is copied.
@@ -269,7 +289,7 @@ impl Shared {
             Source::Names => Some(self.fetch(&column, &rows, range.start).await?),
             Source::Bytes | Source::Field(_) => None,
         };
-        let stopped = || FeedError::Stopped { file: self.plan.dataset().path().to_string() };
+        let stopped = || self.stopped();
         let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|_| stopped())?;
         let shared = Arc::clone(&self);
         let rendering = tokio::task::spawn_blocking(move || {
@@ -282,12 +302,13 @@ impl Shared {
 
     /// Reads the file that a row names.
     async fn fetch(&self, column: &Column, rows: &Rows, at: usize) -> Result<Fetched> {
-        let wrong = |reason: String| self.failure(column, rows.rows[at], reason);
+        let origin = self.origin(rows, at);
+        let wrong = |reason: String| self.failure(column, rows, at, reason);
         let (source, row) = rows.index[at];
         let name = Source::name(rows.sources[source].column(column.at), row).ok_or_else(|| wrong(null()))?;
-        let path = locate(&self.folder, name).map_err(wrong)?;
+        let path = locate(&origin.folder, name).map_err(wrong)?;
         let shown = format!("/{path}");
-        let found = match self.store.get(&path).await {
+        let found = match origin.store.get(&path).await {
             Ok(found) => found,
             Err(object_store::Error::NotFound { .. }) => {
                 return Err(wrong(format!(
@@ -323,7 +344,7 @@ impl Shared {
         let mut resizer = Resizer::new();
         for (at, out) in range.zip(slot.chunks_exact_mut(renderer.row_bytes())) {
             let content = fetched.or_else(|| column.encoded(rows, at));
-            let draws = Draws::new(self.plan.seed(), rows.epochs[at], rows.rows[at]);
+            let draws = Draws::new(self.origin(rows, at).plan.seed(), rows.epochs[at], rows.rows[at]);
             let rendered = catch_unwind(AssertUnwindSafe(|| {
                 let content = content.ok_or_else(null)?;
                 let pixels = decode(content, renderer.options(), &self.budget)?;
@@ -345,14 +366,25 @@ impl Shared {
                     Some(name) => format!("file {name:?}: {reason}"),
                     None => reason,
                 };
-                self.failure(column, rows.rows[at], reason)
+                self.failure(column, rows, at, reason)
             })?;
         }
         Ok(())
     }
 
-    fn failure(&self, column: &Column, row: u64, reason: String) -> FeedError {
-        let place = match self.plan.address_of(row) {
+    /// The origin of a row of a batch.
+    fn origin(&self, rows: &Rows, at: usize) -> &Origin {
+        &self.origins[rows.origins.get(at).map_or(0, |origin| *origin as usize)]
+    }
+
+    fn stopped(&self) -> FeedError {
+        let paths: Vec<&str> = self.origins.iter().map(|origin| origin.plan.dataset().path()).collect();
+        FeedError::Stopped { file: paths.join(", ") }
+    }
+
+    fn failure(&self, column: &Column, rows: &Rows, at: usize, reason: String) -> FeedError {
+        let row = rows.rows[at];
+        let place = match self.origin(rows, at).plan.address_of(row) {
             Some(found) => format!("row {} of row group {} of {}", found.row, found.row_group, found.file),
             None => format!("row {row}"),
         };

@@ -1,6 +1,9 @@
 //! The feed of a mixture: batches gathered from the row groups of all its sources.
+//!
+//! A row keeps the seed of its source: its keys, and the crops and flips of its images, are those that the plan of the
+//! source gives it in this pass.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,8 +13,10 @@ use object_store::ObjectStore;
 
 use super::Mixture;
 use crate::feed::any::check_places;
-use crate::feed::batch::{Fetched, assemble, batches_ahead, columns, pack_sequences, project};
+use crate::feed::assembly::Assembly;
+use crate::feed::batch::{Fetched, Form, batches_ahead, columns, pack_sequences, project};
 use crate::feed::error::{FeedError, Result};
+use crate::feed::image;
 use crate::feed::order::PLACES_MAX;
 use crate::feed::patience::Patience;
 use crate::feed::places::lane_positions;
@@ -19,8 +24,8 @@ use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
 
 /// The batches of a mixture. Cheap to clone; clones share the caches.
 ///
-/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them. A stream assembles at most 512 MiB
-/// of packed tokens ahead, or one batch.
+/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them. The sources share the bounds of one
+/// feed for images that are decoded. A stream assembles at most 512 MiB of tensors or packed tokens ahead, or one batch.
 #[derive(Clone)]
 pub struct MixtureFeed {
     inner: Arc<Inner>,
@@ -30,7 +35,9 @@ struct Inner {
     mixture: Arc<Mixture>,
     feeds: Vec<Feed>,
     schema: SchemaRef,
-    /// The largest estimate of a decoded row of a source.
+    form: Form,
+    has_keys: bool,
+    /// The largest estimate of a decoded row of a source, without its images.
     row_bytes: u64,
     prefetch_batches: usize,
     patience: Patience,
@@ -41,8 +48,7 @@ impl MixtureFeed {
     ///
     /// # Errors
     /// [`FeedError::MixedColumns`] when the sources do not have the same columns with the same types; those of
-    /// [`Feed::open`]; [`FeedError::Invalid`] for another number of stores than sources, and for images, keys or
-    /// buckets.
+    /// [`Feed::open`]; [`FeedError::Invalid`] for another number of stores than sources, and for buckets.
     pub fn open(
         mixture: impl Into<Arc<Mixture>>,
         stores: &[Arc<dyn ObjectStore>],
@@ -53,12 +59,6 @@ impl MixtureFeed {
         if stores.len() != sources.len() {
             let (stores, sources) = (stores.len(), sources.len());
             return Err(FeedError::invalid(format!("{stores} stores for a mixture of {sources} sources")));
-        }
-        if !options.images.is_empty() || options.key_column.is_some() {
-            return Err(FeedError::invalid(
-                "images and augmentation keys are for one dataset; leave them out, or decode the images of a mixture in \
-                 the training script",
-            ));
         }
         if sources.iter().any(|source| source.plan.buckets().is_some()) {
             return Err(FeedError::invalid("buckets are for one dataset; leave them out of a mixture"));
@@ -75,20 +75,32 @@ impl MixtureFeed {
             None => None,
         };
         let schema = common_schema(&mixture, read.as_deref())?;
-        let options = FeedOptions {
+        // The sources deliver row groups: images and keys are made of the mixed rows.
+        let reading = FeedOptions {
             cache_bytes_max: options.cache_bytes_max / sources.len() as u64,
+            images: BTreeMap::new(),
+            key_column: None,
             ..options.clone()
         };
         let open = |(source, store): (&super::MixtureSource, &Arc<dyn ObjectStore>)| {
-            Feed::with_schema(Arc::clone(&source.plan), Arc::clone(store), &options, Arc::clone(&schema))
+            Feed::with_schema(Arc::clone(&source.plan), Arc::clone(store), &reading, Arc::clone(&schema))
         };
         let feeds = sources.iter().zip(stores).map(open).collect::<Result<Vec<_>>>()?;
         let row_bytes = feeds.iter().map(Feed::row_bytes).max().unwrap_or(0);
         let prefetch_batches = options.prefetch_batches;
         // Sequences have other columns than those that are read, in all sources the same.
-        let schema = feeds.first().map_or(schema, |feed| Arc::clone(feed.schema()));
-        let patience = Patience::default();
-        Ok(Self { inner: Arc::new(Inner { mixture, feeds, schema, row_bytes, prefetch_batches, patience }) })
+        let form = match feeds.first().and_then(Feed::packer) {
+            Some(packer) => Form::Sequences(Arc::clone(packer)),
+            None => {
+                let origins = sources.iter().zip(stores);
+                let origins = origins.map(|(source, store)| (Arc::clone(&source.plan), Arc::clone(store)));
+                Form::Rows(Assembly::new(&origins.collect::<Vec<_>>(), &schema, options)?)
+            }
+        };
+        let schema = form.schema(options.key_column.as_deref())?;
+        let (has_keys, patience) = (options.key_column.is_some(), Patience::default());
+        let inner = Inner { mixture, feeds, schema, form, has_keys, row_bytes, prefetch_batches, patience };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// What the streams know of an outage of brokers.
@@ -106,10 +118,13 @@ impl MixtureFeed {
         &self.inner.schema
     }
 
-    /// The largest estimate of a decoded row of a source.
+    /// The largest estimate of a decoded row of a source, with the tensors of its images.
     #[cfg(feature = "flight")]
     pub(crate) fn row_bytes(&self) -> u64 {
-        self.inner.row_bytes
+        match &self.inner.form {
+            Form::Rows(assembly) => self.inner.row_bytes.saturating_add(assembly.tensor_bytes()),
+            Form::Sequences(_) => self.inner.row_bytes,
+        }
     }
 
     /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
@@ -130,7 +145,7 @@ impl MixtureFeed {
     /// A reader's rows of a part of a global batch. The places of the part belong to the sources in turns, and each
     /// source lists its rows lane by lane: a reader with a part of the slots touches few lanes of each source.
     pub(crate) async fn part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
-        let Inner { mixture, feeds, schema, row_bytes, .. } = &*self.inner;
+        let Inner { mixture, feeds, schema, form, has_keys, row_bytes, .. } = &*self.inner;
         check_places(&places, 1, PLACES_MAX)?;
         let slots = shard.slots_of(0..(places.end - places.start) as usize);
         let own = places.start + slots.start as u64..places.start + slots.end as u64;
@@ -163,14 +178,20 @@ impl MixtureFeed {
             rows.push(picks.rows[at]);
             epochs.push(picks.epochs[at]);
         }
-        let batch = match feeds.first().and_then(Feed::packer) {
-            None => assemble(schema, groups, index, row_bytes * slots.len() as u64).await,
-            Some(packer) => {
+        let sources: Vec<u32> = turns.iter().map(|&source| source as u32).collect();
+        let numbers = image::Rows { sources: groups, index, rows, epochs, origins: sources };
+        let numbers = Arc::new(numbers);
+        let batch = match form {
+            Form::Rows(assembly) => assembly.batch(&numbers, row_bytes * slots.len() as u64).await?,
+            Form::Sequences(packer) => {
                 let sequences =
                     feeds.iter().zip(&fetched).map(|(feed, fetched)| feed.sequences(fetched).into_iter());
                 let mut sequences: Vec<_> = sequences.collect();
                 let turns = turns.iter().filter_map(|&source| sequences[source].next()).collect();
-                pack_sequences(packer, turns, None, schema).await?
+                let image::Rows { rows, epochs, origins, .. } = &*numbers;
+                let seeds: Vec<u64> = feeds.iter().map(|feed| feed.plan().seed()).collect();
+                let keys = has_keys.then(|| image::keys(&seeds, origins, epochs, rows));
+                pack_sequences(packer, turns, keys, schema).await?
             }
         };
         let batch = batch.map_err(|error| {
@@ -179,16 +200,15 @@ impl MixtureFeed {
             error.in_files(|| files.collect::<Vec<_>>().join(", "))
         })?;
         let step = places.start / mixture.batch_rows() as u64;
-        let sources = turns.into_iter().map(|source| source as u32).collect();
+        let (rows, epochs, sources) = numbers.into_numbers();
         Ok(FeedBatch { step, slots, batch, rows, epochs, sources })
     }
 }
 
 impl Inner {
-    /// Batches that a stream assembles ahead of a reader, within the bound for tensors of packed tokens.
+    /// Batches that a stream assembles ahead of a reader, within the bound for tensors and packed tokens.
     fn batches_ahead(&self, shard: Shard) -> usize {
-        let packer = self.feeds.first().and_then(Feed::packer);
-        let row_bytes = packer.map_or(0, |packer| packer.row_bytes());
+        let row_bytes = self.form.tensor_bytes();
         let slots = shard.slots(self.mixture.batch_rows());
         batches_ahead(row_bytes.saturating_mul(slots.len() as u64), self.prefetch_batches)
     }
