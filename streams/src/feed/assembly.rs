@@ -1,5 +1,6 @@
 //! The assembly of a batch: columns gathered as they are, tensors in the place of images, and augmentation keys.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
@@ -7,11 +8,10 @@ use arrow::datatypes::{Field, Schema, SchemaRef};
 use arrow::error::ArrowError;
 use object_store::ObjectStore;
 
-use crate::feed::batch::{GatherError, gather_guarded};
+use crate::feed::Plan;
 use crate::feed::error::{FeedError, Result};
-use crate::feed::gather::gather;
-use crate::feed::image::{self, Images, Rows};
-use crate::feed::{FeedOptions, Plan};
+use crate::feed::gather::{GatherError, gather, gather_guarded};
+use crate::feed::image::{self, ImageOptions, Images, Rows};
 
 /// How the batches of one dataset or of a mixture are assembled from decoded row groups.
 pub(crate) struct Assembly {
@@ -26,26 +26,27 @@ pub(crate) struct Assembly {
 
 impl Assembly {
     /// The assembly for row groups with the columns of `schema`. `origins` are the dataset, or those of a mixture, with
-    /// the stores of their files.
+    /// the stores of their files. `key_column` is the name of the column of keys, if there is one.
     ///
     /// # Errors
     /// [`FeedError::NoColumn`] and [`FeedError::Invalid`] for images and keys that are not possible.
     pub(crate) fn new(
         origins: &[(Arc<Plan>, Arc<dyn ObjectStore>)],
         schema: &SchemaRef,
-        options: &FeedOptions,
+        images: &BTreeMap<String, ImageOptions>,
+        key_column: Option<&str>,
     ) -> Result<Arc<Self>> {
-        let images = Images::new(origins, schema, &options.images)?;
+        let images = Images::new(origins, schema, images)?;
         let is_plain = |at: &usize| images.as_ref().is_none_or(|images| !images.has(*at));
         let plain: Vec<usize> = (0..schema.fields().len()).filter(is_plain).collect();
         let fields: Vec<Field> = plain.iter().map(|at| schema.field(*at).clone()).collect();
         let delivered = images.as_ref().map_or_else(|| Arc::clone(schema), |images| images.schema(schema));
-        let key_seeds = match options.key_column {
+        let key_seeds = match key_column {
             Some(_) => origins.iter().map(|(plan, _)| plan.seed()).collect(),
             None => Vec::new(),
         };
         Ok(Arc::new(Self {
-            schema: with_keys(delivered, options.key_column.as_deref())?,
+            schema: with_keys(delivered, key_column)?,
             plain: (Arc::new(Schema::new(fields)), plain),
             images,
             key_seeds,

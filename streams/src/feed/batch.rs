@@ -2,12 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
 use arrow::datatypes::{Schema, SchemaRef};
-use arrow::error::ArrowError;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -18,7 +16,7 @@ use crate::feed::assembly::{Assembly, with_keys};
 use crate::feed::buckets::PlaceMap;
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
-use crate::feed::footer::panic_text;
+use crate::feed::gather::{GatherError, gather_guarded};
 use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions};
 use crate::feed::metrics;
@@ -29,9 +27,6 @@ use crate::feed::places::{LanePositions, lane_positions};
 use crate::feed::reader::GroupReader;
 use crate::feed::tokens::{Packer, SequenceRow, pack};
 use crate::feed::{AnyFeed, Cursor, FeedStream, Plan, Shard};
-
-/// Batches beyond this size are gathered on a blocking thread.
-const INLINE_BYTES_MAX: u64 = 4 << 20;
 
 /// Read options of a feed. They never change which rows are delivered in which batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -227,7 +222,11 @@ impl Feed {
         let decoded_max = options.record_batch_bytes_max;
         let form = match plan.packing() {
             Some(packing) => Form::Sequences(Packer::new(&plan, packing, schema.field(0))?),
-            None => Form::Rows(Assembly::new(&[(Arc::clone(&plan), Arc::clone(&store))], &schema, options)?),
+            None => {
+                let origins = [(Arc::clone(&plan), Arc::clone(&store))];
+                let keys = options.key_column.as_deref();
+                Form::Rows(Assembly::new(&origins, &schema, &options.images, keys)?)
+            }
         };
         let delivered = form.schema(options.key_column.as_deref())?;
         let row_bytes = match form.packer() {
@@ -488,22 +487,6 @@ impl Feed {
     }
 }
 
-/// Why rows were not gathered.
-pub(crate) enum GatherError {
-    Arrow(ArrowError),
-    Stopped,
-}
-
-impl GatherError {
-    /// The error for a batch of rows of `files`.
-    pub(crate) fn in_files(self, files: impl FnOnce() -> String) -> FeedError {
-        match self {
-            GatherError::Arrow(error) => FeedError::assemble(files(), error),
-            GatherError::Stopped => FeedError::Stopped { file: files() },
-        }
-    }
-}
-
 /// Packs sequences into a batch of `schema`, which has the columns of the stage, and the column of keys if it is given.
 pub(crate) async fn pack_sequences(
     packer: &Arc<Packer>,
@@ -521,23 +504,6 @@ pub(crate) async fn pack_sequences(
         RecordBatch::try_new_with_options(schema, columns, &options)
     };
     Ok(gather_guarded(bytes, packing).await)
-}
-
-/// Runs `gather` for a batch of `bytes` bytes; that of a large one on a blocking thread.
-pub(crate) async fn gather_guarded(
-    bytes: u64,
-    gather: impl FnOnce() -> Result<RecordBatch, ArrowError> + Send + 'static,
-) -> Result<RecordBatch, GatherError> {
-    // Some kernels panic on types that they do not know.
-    let gathering = move || {
-        catch_unwind(AssertUnwindSafe(gather))
-            .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
-    };
-    let gathered = match bytes {
-        0..=INLINE_BYTES_MAX => gathering(),
-        _ => tokio::task::spawn_blocking(gathering).await.map_err(|_| GatherError::Stopped)?,
-    };
-    gathered.map_err(GatherError::Arrow)
 }
 
 impl Inner {

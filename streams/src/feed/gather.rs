@@ -1,11 +1,18 @@
 //! Gathering of a batch's rows from decoded row groups, a column at a time.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, RecordBatch, RecordBatchOptions, UInt32Array};
 use arrow::compute::{interleave, take};
 use arrow::datatypes::SchemaRef;
 use arrow::error::ArrowError;
+
+use crate::feed::error::FeedError;
+use crate::feed::footer::panic_text;
+
+/// Batches beyond this size are gathered on a blocking thread.
+const INLINE_BYTES_MAX: u64 = 4 << 20;
 
 /// The rows `(source, row)` of `sources`, in that order: the columns at `positions`, whose schema is `schema`. Cost: one
 /// kernel per column, no work per row beyond the copy.
@@ -31,4 +38,37 @@ pub(crate) fn gather(
     };
     let options = RecordBatchOptions::new().with_row_count(Some(rows.len()));
     RecordBatch::try_new_with_options(Arc::clone(schema), arrays, &options)
+}
+
+/// Why rows were not gathered.
+pub(crate) enum GatherError {
+    Arrow(ArrowError),
+    Stopped,
+}
+
+impl GatherError {
+    /// The error for a batch of rows of `files`.
+    pub(crate) fn in_files(self, files: impl FnOnce() -> String) -> FeedError {
+        match self {
+            GatherError::Arrow(error) => FeedError::assemble(files(), error),
+            GatherError::Stopped => FeedError::Stopped { file: files() },
+        }
+    }
+}
+
+/// Runs `gather` for a batch of `bytes` bytes; that of a large one on a blocking thread.
+pub(crate) async fn gather_guarded(
+    bytes: u64,
+    gather: impl FnOnce() -> Result<RecordBatch, ArrowError> + Send + 'static,
+) -> Result<RecordBatch, GatherError> {
+    // Some kernels panic on types that they do not know.
+    let gathering = move || {
+        catch_unwind(AssertUnwindSafe(gather))
+            .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
+    };
+    let gathered = match bytes {
+        0..=INLINE_BYTES_MAX => gathering(),
+        _ => tokio::task::spawn_blocking(gathering).await.map_err(|_| GatherError::Stopped)?,
+    };
+    gathered.map_err(GatherError::Arrow)
 }

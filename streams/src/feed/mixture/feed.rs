@@ -94,7 +94,8 @@ impl MixtureFeed {
             None => {
                 let origins = sources.iter().zip(stores);
                 let origins = origins.map(|(source, store)| (Arc::clone(&source.plan), Arc::clone(store)));
-                Form::Rows(Assembly::new(&origins.collect::<Vec<_>>(), &schema, options)?)
+                let (origins, keys) = (origins.collect::<Vec<_>>(), options.key_column.as_deref());
+                Form::Rows(Assembly::new(&origins, &schema, &options.images, keys)?)
             }
         };
         let schema = form.schema(options.key_column.as_deref())?;
