@@ -33,12 +33,13 @@ class Keys:
         self.names = list(names)
         for name in self.names:
             if name not in schema.names:
-                raise UsageError(f"the function returned no key column {name!r}; its columns are {', '.join(schema.names)}")
+                columns = ", ".join(schema.names)
+                raise UsageError(f"the function returned no key column {name!r}; its columns are {columns}")
             kind = schema.field(name).type
             if not _is_key(kind):
                 raise UsageError(
-                    f"key column {name!r} is {kind}; a key is an integer, a float of 32 or 64 bits, a boolean, a text, bytes, "
-                    f"a date, or a time of microseconds or coarser: cast it in the function"
+                    f"key column {name!r} is {kind}; a key is an integer, a float of 32 or 64 bits, a boolean, a text, "
+                    f"bytes, a date, or a time of microseconds or coarser: cast it in the function"
                 )
 
     def ordered(self, batch: Any) -> list[Any]:

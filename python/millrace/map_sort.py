@@ -92,7 +92,8 @@ class Sorter:
         columns = self._keys.ordered(batch)
         names = [str(number) for number in range(len(columns))]
         table = pyarrow.table(columns, names=names)
-        order = pyarrow.compute.sort_indices(table, sort_keys=[(name, "ascending", "at_end") for name in names])
+        # Stable, with nulls at the end.
+        order = pyarrow.compute.sort_indices(table, sort_keys=[(name, "ascending") for name in names])
         rows = max(1, batch.num_rows * self._batch_bytes // max(1, batch.nbytes))
         for first in range(0, batch.num_rows, rows):
             yield batch.take(order.slice(first, rows))
@@ -250,7 +251,7 @@ def _failed(what: str, error: OSError) -> Error:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(
-            f"{what} in {tempfile.gettempdir()}: {reason}; a part is sorted there: set TMPDIR to a larger disk, or take more "
-            f"--parts or fewer --processes"
+            f"{what} in {tempfile.gettempdir()}: {reason}; a part is sorted there: set TMPDIR to a larger disk, or take "
+            f"more --parts or fewer --processes"
         )
     return Error(f"{what} in {tempfile.gettempdir()}: {reason}; set TMPDIR to another folder")
