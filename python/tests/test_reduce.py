@@ -469,12 +469,17 @@ print("computed", done.computed, done.reduced, flush=True)
 
     def test_drivers_killed_at_each_step_are_resumed(self) -> None:
         script = self.script(SCRIPT)
-        steps = [("Job", "complete"), ("Target", "install"), ("map_record", "_remove_folder"), ("Target", "forget_others")]
-        for owner, name in steps:
-            for moment in ("before", "after"):
-                self.to = f"digits:/out/step{name.replace('_', '-')}-{moment}"
-                self.path = self.to.partition(":")[2]
-                driver = self.driver(script, f"""
+        # What is after one step is before the next one.
+        for owner, name, moment in [
+            ("Job", "complete", "before"),
+            ("Target", "install", "before"),
+            ("map_record", "_remove_folder", "before"),
+            ("Target", "forget_others", "before"),
+            ("Target", "forget_others", "after"),
+        ]:
+            self.to = f"digits:/out/step{name.replace('_', '-')}-{moment}"
+            self.path = self.to.partition(":")[2]
+            driver = self.driver(script, f"""
 from millrace import map_record
 from millrace.map_record import Job, Target
 plain = {owner}.{name}
@@ -486,15 +491,15 @@ def stop(*arguments):
     sys.stdin.read()
 {owner}.{name} = stop
 """)
+            line = driver.stdout.readline()
+            while line and line != "here\n":
                 line = driver.stdout.readline()
-                while line and line != "here\n":
-                    line = driver.stdout.readline()
-                driver.send_signal(signal.SIGKILL)
-                errors = driver.communicate(timeout=DEADLINE_S)[1]
-                self.assertEqual(line, "here\n", errors)
-                done = self.reduce(script)
-                self.assertEqual((done.computed, done.reduced), (0, 0))
-                self.check_counts()
+            driver.send_signal(signal.SIGKILL)
+            errors = driver.communicate(timeout=DEADLINE_S)[1]
+            self.assertEqual(line, "here\n", errors)
+            done = self.reduce(script)
+            self.assertEqual((done.computed, done.reduced), (0, 0))
+            self.check_counts()
 
     def test_killed_drivers_leave_each_key_once(self) -> None:
         random_ = random.Random(11)
@@ -514,15 +519,12 @@ def stop(*arguments):
 
     def test_two_drivers_at_once_share_groups_and_parts(self) -> None:
         script = self.script(SCRIPT)
-        for round_ in range(2):
-            self.to = f"digits:/out/two-{round_}"
-            self.path = self.to.partition(":")[2]
-            drivers = [self.driver(script) for _ in range(2)]
-            told = [driver.communicate(timeout=DEADLINE_S) for driver in drivers]
-            self.assertEqual([driver.returncode for driver in drivers], [0, 0], told)
-            computed = [[int(n) for n in out.split()[-2:]] for out, _ in told]
-            self.assertEqual([sum(pair) for pair in zip(*computed)], [GROUPS, PARTS])
-            self.check_counts()
+        drivers = [self.driver(script) for _ in range(2)]
+        told = [driver.communicate(timeout=DEADLINE_S) for driver in drivers]
+        self.assertEqual([driver.returncode for driver in drivers], [0, 0], told)
+        computed = [[int(n) for n in out.split()[-2:]] for out, _ in told]
+        self.assertEqual([sum(pair) for pair in zip(*computed)], [GROUPS, PARTS])
+        self.check_counts()
 
 
 class CommandTest(ReduceCase):
