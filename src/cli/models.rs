@@ -351,6 +351,16 @@ pub(crate) struct WorkerArgs {
     /// Seconds to wait for a coordinator that does not answer, or that was lost. The state stays in memory meanwhile
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "join")]
     pub(crate) wait: u64,
+    /// The job file that the coordinator trains, for a worker that may come after its end: while it finds no coordinator,
+    /// it looks into the output volume, and ends with success if the job is complete
+    #[arg(long, value_name = "FILE", requires = "join")]
+    pub(crate) job: Option<PathBuf>,
+    /// The coordinator's --seed
+    #[arg(long, requires = "job")]
+    pub(crate) seed: Option<u64>,
+    /// The coordinator's --device
+    #[arg(long, value_enum, requires = "job")]
+    pub(crate) device: Option<DeviceArg>,
     /// Write the output of a script's processes to files in DIR instead of the terminal
     #[arg(long, value_name = "DIR", requires = "join")]
     pub(crate) log_dir: Option<PathBuf>,

@@ -4,6 +4,7 @@ mod render;
 pub(crate) mod script;
 
 use std::net::SocketAddr;
+use std::path::Path;
 
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
@@ -13,7 +14,7 @@ use millrace_trainer::tensorboard::Curves;
 use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::TrainArgs;
+use crate::cli::{DeviceArg, TrainArgs};
 use crate::context::Context;
 use crate::exit;
 use crate::failure::{Exit, fail};
@@ -26,30 +27,13 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     }
     // Clap requires a job file or a script.
     let file = args.job.clone().unwrap_or_default();
-    if !file.exists() {
-        return fail(Exit::NotFound, format!("job file {} does not exist", file.display()));
-    }
-    if file.extension().is_some_and(|extension| extension == "py") {
-        return fail(
-            Exit::Usage,
-            format!(
-                "{0} is a script, not a job file; run it with: millrace train --script {0}",
-                file.display()
-            ),
-        );
-    }
+    check_job_file(&file)?;
     if args.render.render.is_some() {
         return render::run(context, &args, &file);
     }
-    let mut job = JobFile::load(&file)?;
+    let mut job = job_of(&file, args.seed, args.device)?;
     if let Some(workers) = args.workers {
         job.workers = Some(workers as usize);
-    }
-    if let Some(seed) = args.seed {
-        job.seed = seed;
-    }
-    if let Some(device) = args.device {
-        job.device = device.as_str().parse()?;
     }
     let mut curves = match &args.tensorboard {
         Some(directory) => Some(Curves::create(&directory.join(job.name.as_str()))?),
@@ -192,6 +176,36 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     rows.splice(4..4, last.into_iter().chain(best));
     context.out.table(&report, &["job", &report.job], rows)?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
+}
+
+/// Refuses a job file that does not exist, and a script.
+fn check_job_file(file: &Path) -> Result<()> {
+    if !file.exists() {
+        return fail(Exit::NotFound, format!("job file {} does not exist", file.display()));
+    }
+    if file.extension().is_some_and(|extension| extension == "py") {
+        return fail(
+            Exit::Usage,
+            format!(
+                "{0} is a script, not a job file; run it with: millrace train --script {0}",
+                file.display()
+            ),
+        );
+    }
+    Ok(())
+}
+
+/// The job of a file, with the flags that change what it computes.
+pub(super) fn job_of(file: &Path, seed: Option<u64>, device: Option<DeviceArg>) -> Result<JobFile> {
+    check_job_file(file)?;
+    let mut job = JobFile::load(file)?;
+    if let Some(seed) = seed {
+        job.seed = seed;
+    }
+    if let Some(device) = device {
+        job.device = device.as_str().parse()?;
+    }
+    Ok(job)
 }
 
 /// How a stopped training ended: `durable` is the step of its newest checkpoint, `reached` the last step that the

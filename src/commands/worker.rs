@@ -1,14 +1,18 @@
 //! `millrace worker --join`: a worker of a training job on another machine.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Result;
 use millrace_datafs::Datafs;
 use millrace_home::Home;
-use millrace_trainer::join::{ClientTls, Join, Token};
+use millrace_trainer::join::{ClientTls, Join, Listen, Token};
+use millrace_trainer::launch::WorkerCommand;
 use millrace_trainer::worker::JoinEnd;
+use millrace_trainer::{Awaited, Setup};
 
 use crate::cli::{Cli, WorkerArgs};
+use crate::commands::train::job_of;
 use crate::commands::train::script::node;
 use crate::failure::{Exit, fail};
 use crate::output::Output;
@@ -21,6 +25,8 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
         return fail(Exit::Usage, "--join needs --token-file");
     };
     let token = Token::read(token_file)?;
+    // A wrong job file is an error of this worker, whether a coordinator is there or not.
+    let job = args.job.as_deref().map(|file| job_of(file, args.seed, args.device)).transpose()?;
     let tls = args.ca.as_deref().map(ClientTls::read).transpose()?;
     let root = Home::locate(cli.home.as_deref())?;
     let loaded = settings::load(cli.config.as_deref(), &root)?;
@@ -54,10 +60,35 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
     let scripts = node(out, &home, loaded.file.as_deref(), args.log_dir.as_deref());
     // Jobs on topics alone need brokers. The embedded one of this home is no other machine's.
     let kafka = (!config.streams.is_embedded()).then(|| config.streams.kafka(home.root())).transpose()?;
-    let end = millrace_trainer::worker::join(&join, &datafs, kafka.as_ref(), Some(&scripts), |error| {
-        exit::of(error) as u8
-    })?;
+    let name = job.as_ref().map_or_else(String::new, |job| job.name.to_string());
+    let awaited = job.map(|job| {
+        // As a coordinator without workers of its own has it.
+        let listen = Listen {
+            address: SocketAddr::from(([0, 0, 0, 0], 0)),
+            advertise: None,
+            token: join.token.clone(),
+            tls: None,
+            workers_local: Some(0),
+        };
+        let setup = Setup {
+            datafs: datafs.clone(),
+            kafka: kafka.clone(),
+            home: home.root().to_owned(),
+            datafs_config: config.datafs.clone(),
+            config: config.trainer.clone(),
+            worker: WorkerCommand::current_exe(["worker"]),
+            listen: Some(listen),
+            standby: true,
+            abandon_run: false,
+        };
+        Awaited { job, setup }
+    });
+    let end =
+        millrace_trainer::worker::join(&join, &datafs, kafka.as_ref(), Some(&scripts), awaited, |error| {
+            exit::of(error) as u8
+        })?;
     match end {
+        JoinEnd::Complete => out.note(&format!("the job {name} is complete")),
         JoinEnd::Done => out.note(&format!("the job at {coordinator} is over")),
         JoinEnd::Left => {
             out.note(&format!("this worker left the job at {coordinator}"));

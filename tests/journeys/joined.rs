@@ -1,8 +1,10 @@
 //! Training with workers that join with `millrace worker --join`.
 
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
+use std::process::{Child, Stdio};
 
 use nix::sys::signal::Signal;
 
@@ -33,6 +35,14 @@ fn job(home: &Home, name: &str, more: &str) -> String {
          epochs_max = 200\ncheckpoint_every_steps = 50\n{more}"
     );
     home.file(&format!("{name}.toml"), text).to_str().unwrap().to_owned()
+}
+
+/// A job of 50 steps, with a worker of this machine.
+fn short_job(home: &Home, name: &str) -> String {
+    let file = job(home, name, "workers = 1\n");
+    let text = std::fs::read_to_string(&file).unwrap().replace("epochs_max = 200", "epochs_max = 2");
+    std::fs::write(&file, text).unwrap();
+    file
 }
 
 fn free_address() -> String {
@@ -165,4 +175,110 @@ fn a_worker_finds_its_coordinator_by_an_srv_record_and_sees_a_changed_one() {
     let worker = ["--config", config.to_str().unwrap(), "worker", "--token-file", path, "--join"];
     home.ok(worker);
     assert_eq!(coordinator.wait(), Some(0));
+}
+
+/// A worker that has found no coordinator and has asked for the end of its job, behind its first warning.
+fn waiting_worker(home: &Home, token: &str, job: &str) -> (Child, BufReader<std::process::ChildStderr>) {
+    let nowhere = free_address();
+    let mut command = home.command();
+    command.args(["worker", "--join", &nowhere, "--token-file", token, "--job", job]);
+    let mut worker = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(worker.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("waiting for the coordinator") {
+        line.clear();
+        assert!(said.read_line(&mut line).unwrap() > 0, "the worker has ended");
+    }
+    (worker, said)
+}
+
+#[test]
+fn a_worker_that_comes_after_the_end_of_its_job_ends_with_success() {
+    let (home, token) = prepared();
+    let token = token.to_str().unwrap();
+    let file = short_job(&home, "over");
+    let short = std::fs::read_to_string(&file).unwrap();
+    let nowhere = free_address();
+    let late = ["worker", "--join", &nowhere, "--token-file", token, "--wait", "0", "--job", &file];
+
+    // No coordinator has been there.
+    assert_eq!(home.fails(late).0, 5);
+    home.ok(["train", &file]);
+    let output = home.run(late);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && said.contains("the job over is complete"), "{said}");
+
+    // Another computation, and one with more to do.
+    assert_eq!(home.fails(late.iter().chain(&["--seed", "9"])).0, 5);
+    let longer = home.file("longer.toml", short.replace("epochs_max = 2", "epochs_max = 3"));
+    let longer = longer.to_str().unwrap();
+    let of_longer = late.map(|word| if word == file { longer } else { word });
+    assert_eq!(home.fails(of_longer).0, 5);
+    home.ok(["train", longer]);
+    home.ok(of_longer);
+    // The run has gone beyond what the first file asks for, but that stays complete.
+    home.ok(["train", &file]);
+    home.ok(late);
+
+    std::fs::write(&file, "name = \"over\"\n").unwrap();
+    let (code, line) = home.fails(late);
+    assert_eq!(code, 2, "{line}");
+    assert!(line.contains("over.toml"), "{line}");
+    std::fs::remove_file(&file).unwrap();
+    let (code, line) = home.fails(late);
+    assert_eq!(code, 3, "{line}");
+}
+
+#[test]
+fn a_worker_of_the_newest_snapshot_waits_until_that_is_trained() {
+    let (home, token) = prepared();
+    let token = token.to_str().unwrap();
+    let file = short_job(&home, "moving");
+    let text = std::fs::read_to_string(&file).unwrap().replace("v@s:", "v@latest:");
+    std::fs::write(&file, text).unwrap();
+    let nowhere = free_address();
+    let late = ["worker", "--join", &nowhere, "--token-file", token, "--wait", "0", "--job", &file];
+    home.ok(["train", &file]);
+    home.ok(late);
+    home.ok(["snapshot", "create", "v@t"]);
+    assert_eq!(home.fails(late).0, 5);
+    home.ok(["train", &file]);
+    home.ok(late);
+}
+
+#[test]
+fn a_waiting_worker_ends_when_its_job_ends_without_it() {
+    let (home, token) = prepared();
+    let token = token.to_str().unwrap();
+    let file = short_job(&home, "without");
+    let (mut worker, mut said) = waiting_worker(&home, token, &file);
+    home.ok(["train", &file]);
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert!(worker.wait().unwrap().success(), "{rest}");
+    assert!(rest.contains("the job without is complete"), "{rest}");
+}
+
+#[test]
+fn a_waiting_worker_ends_with_the_error_of_a_run_that_failed() {
+    let (home, token) = prepared();
+    let token = token.to_str().unwrap();
+    let file =
+        job(&home, "failing", "workers_min = 1\noptimizer = { kind = \"sgd\", learning_rate = 1e30 }\n");
+    let address = free_address();
+    let coordinator =
+        ["train", &file, "--json", "--listen", &address, "--token-file", token, "--workers-local", "0"];
+    let mut first = home.start(coordinator);
+    until("the coordinator listens", || std::net::TcpStream::connect(&address).is_ok());
+    let (mut waiting, mut said) = waiting_worker(&home, token, &file);
+    let mut joined = home.start(["worker", "--join", &address, "--token-file", token]);
+    let code = first.wait();
+    joined.wait();
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert_eq!(waiting.wait().unwrap().code(), code, "{rest}");
+    assert!(rest.contains("job failing failed under its coordinator"), "{rest}");
+    // A worker that starts afterwards waits for a coordinator that tries again.
+    let late = ["worker", "--join", &address, "--token-file", token, "--wait", "0", "--job", &file];
+    assert_eq!(home.fails(late).0, 5);
 }

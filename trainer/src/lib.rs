@@ -104,7 +104,7 @@ pub use config::Config;
 pub use error::{Error, Result};
 pub use labels::LABELS_FILE;
 pub use ledger::EpochRecord;
-pub use train::{End, Progress, Setup, TrainReport, train};
+pub use train::{Awaited, End, Progress, Setup, TrainReport, train};
 pub use validation::Evaluation;
 
 #[cfg(test)]

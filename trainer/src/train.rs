@@ -17,11 +17,14 @@ use crate::source::Sources;
 
 mod checked;
 mod claim;
+mod inquiry;
 mod prepared;
 mod report;
 
 use checked::{Checked, Crew};
 use claim::{Claim, claim};
+pub use inquiry::Awaited;
+pub(crate) use inquiry::{Answer, Inquiry};
 pub use report::{End, Progress, TrainReport};
 
 /// The environment of a job: its volumes, its settings and its worker program.

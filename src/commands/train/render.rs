@@ -181,6 +181,8 @@ struct Training<'a> {
     workers: u32,
     /// Flags of the coordinator beyond those that every one has.
     flags: Vec<String>,
+    /// Flags that change what the job computes; workers need them, too, to know whether it is complete.
+    overrides: Vec<String>,
 }
 
 impl<'a> Training<'a> {
@@ -207,8 +209,9 @@ impl<'a> Training<'a> {
         let workers = count(args.workers, job.workers);
         let mut flags = vec![format!("--workers-min={}", count(args.workers_min, job.workers_min))];
         flags.extend(args.workers_max.map(|max| format!("--workers-max={max}")));
-        flags.extend(args.seed.map(|seed| format!("--seed={seed}")));
-        flags.extend(args.device.map(|device| format!("--device={}", device.as_str())));
+        let mut overrides: Vec<String> = args.seed.map(|seed| format!("--seed={seed}")).into_iter().collect();
+        overrides.extend(args.device.map(|device| format!("--device={}", device.as_str())));
+        flags.extend_from_slice(&overrides);
         Ok(Training {
             args: render,
             // Clap requires both with --render.
@@ -220,6 +223,7 @@ impl<'a> Training<'a> {
             job: text,
             workers,
             flags,
+            overrides,
         })
     }
 
@@ -391,15 +395,19 @@ impl<'a> Training<'a> {
     }
 
     fn worker_args(&self) -> Vec<String> {
-        vec![
+        let mut args = vec![
             "worker".to_owned(),
             format!("--join={}:7100", self.base),
+            // A worker that comes after the end of the job ends with success.
+            "--job=/etc/millrace/job.toml".to_owned(),
             "--token-file=/etc/millrace-token/token".to_owned(),
             "--listen-ring=0.0.0.0:7101".to_owned(),
             "--advertise=$(POD_IP)".to_owned(),
             // The end of the job alone is a success of the pod.
             "--exit-on-leave=75".to_owned(),
-        ]
+        ];
+        args.extend_from_slice(&self.overrides);
+        args
     }
 
     fn variables(&self) -> Vec<Value> {

@@ -242,6 +242,20 @@ impl Checked {
         Ok(if other.run == run { other } else { self })
     }
 
+    /// Whether the run's newest checkpoint ends the job, so that a coordinator would train nothing. Writes nothing.
+    pub(super) fn is_finished(&self) -> Result<bool> {
+        let checkpoints = Checkpoints {
+            view: self.output.clone(),
+            job: self.job.name.to_string(),
+            run: self.run.clone(),
+            plan: self.plan.id().to_string(),
+            owner: String::new(),
+            keep: self.setup.config.checkpoints_keep,
+        };
+        let state = replica::newest_usable_state(&checkpoints, &self.job, &self.plan, &self.engine)?;
+        Ok(state.is_some_and(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some()))
+    }
+
     /// Makes the run the job's current one, and finds where to go on.
     pub(super) fn begin(self, lease: Arc<Lease>) -> Result<Prepared> {
         let Checked {

@@ -22,6 +22,7 @@ use crate::replica::{Replica, open_output};
 use crate::script::NodeSettings;
 use crate::script::joined::{self as script, SessionEnd};
 use crate::source::Sources;
+use crate::train::{Answer, Awaited, Inquiry};
 
 /// First and longest pause before another attempt to join.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -42,6 +43,8 @@ pub enum JoinEnd {
     Done,
     /// A signal asked the worker to leave, and it left in order.
     Left,
+    /// The awaited job is complete, and has no coordinator any more.
+    Complete,
 }
 
 /// Runs this process as a worker of a coordinator on another machine, on its own volumes, until the job is
@@ -51,11 +54,15 @@ pub enum JoinEnd {
 /// [`Join::coordinator`] and at the one in the run's lease. The worker keeps its state meanwhile, and goes on with it
 /// under the next coordinator of the run. It never follows one whose lease is older than the newest that it has seen.
 ///
+/// With `awaited`, a worker that has not found a coordinator yet ends with [`JoinEnd::Complete`] once the lease and the
+/// checkpoints in the output volume say that this job is complete. While they cannot be read, it waits.
+///
 /// Blocks; must be called from a plain thread, usually the main one. The process should exit afterwards.
 ///
 /// # Errors
 /// [`Error::Access`] and [`Error::Join`] for settings that do not fit, [`Error::CoordinatorLost`] once the
-/// coordinator was away for too long, and errors of the training. `exit_code` gives the exit code with which
+/// coordinator was away for too long, and errors of the training. [`Error::Worker`] for an awaited job whose run failed
+/// while this worker waited for its coordinator. `exit_code` gives the exit code with which
 /// the job ends when an error would meet every other worker, too.
 ///
 /// `kafka` are the brokers of this machine, for jobs on topics. `scripts` is what script jobs need of this machine;
@@ -65,6 +72,7 @@ pub fn join(
     datafs: &Datafs,
     kafka: Option<&KafkaConfig>,
     scripts: Option<&NodeSettings>,
+    awaited: Option<Awaited>,
     exit_code: impl Fn(&Error) -> u8,
 ) -> Result<JoinEnd> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -75,7 +83,8 @@ pub fn join(
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
     let leave = leave_signal(&runtime, join.leaves_on_hangup)?;
-    let result = serve(join, &Machine { datafs, kafka, scripts }, &runtime, &leave, &exit_code);
+    let inquiry = awaited.map(Inquiry::new);
+    let result = serve(join, &Machine { datafs, kafka, scripts }, inquiry, &runtime, &leave, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
@@ -291,6 +300,7 @@ fn addresses(join: &Join) -> Result<Vec<String>> {
 fn serve(
     join: &Join,
     machine: &Machine<'_>,
+    mut inquiry: Option<Inquiry>,
     runtime: &Runtime,
     leave: &CancellationToken,
     exit_code: &impl Fn(&Error) -> u8,
@@ -313,6 +323,15 @@ fn serve(
             tracing::info!("the run is finished");
             return Ok(JoinEnd::Done);
         };
+        if memory.run.is_some() {
+            // The lease of the run that this worker has joined tells from now on.
+            inquiry = None;
+        }
+        if let Some(inquiry) = &mut inquiry
+            && let Some(end) = end_of(inquiry.ask(runtime, leave))
+        {
+            return end;
+        }
         let began = Instant::now();
         let outcome = match memory.check_rows() {
             Ok(()) => round(join, &targets, &mut memory, machine, runtime, leave, exit_code)?,
@@ -344,6 +363,11 @@ fn serve(
         };
         let left = join.wait.saturating_sub(lost_at.elapsed());
         if left.is_zero() {
+            if let Some(inquiry) = inquiry.as_mut().filter(|_| memory.run.is_none())
+                && let Some(end) = end_of(inquiry.ask_finally(runtime, leave))
+            {
+                return end;
+            }
             let (waited, run) = (join.wait.as_secs(), memory.describe());
             let state = match memory.save() {
                 Ok(Some(step)) => format!("; its state after step {step} is saved"),
@@ -369,6 +393,15 @@ fn serve(
             told = true;
         }
         pause(time.min(left), leave);
+    }
+}
+
+/// The end of a worker that has asked for the end of its job; none while the job is open.
+fn end_of(answer: Answer) -> Option<Result<JoinEnd>> {
+    match answer {
+        Answer::Open => None,
+        Answer::Complete => Some(Ok(JoinEnd::Complete)),
+        Answer::Failed(error) => Some(Err(error)),
     }
 }
 

@@ -41,7 +41,7 @@ fn join_entry() {
             silence: Duration::from_millis(1_500),
             leaves_on_hangup: false,
         };
-        millrace_trainer::worker::join(&join, &datafs, None, None, |_| super::WORKER_EXIT)
+        millrace_trainer::worker::join(&join, &datafs, None, None, None, |_| super::WORKER_EXIT)
     });
     let text = match &ended {
         Ok(end) => format!("{end:?}"),
