@@ -1,5 +1,6 @@
 //! Flags of `millrace csi`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
@@ -35,6 +36,9 @@ pub(crate) struct CsiArgs {
     /// A file that exists while the driver serves and has taken over the mounts of the driver before; for a probe
     #[arg(long, value_name = "FILE")]
     pub(crate) ready_file: Option<PathBuf>,
+    /// Serve Prometheus metrics of the driver and of all its mounts at this address, under /metrics
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<SocketAddr>,
     /// The name of the driver
     #[arg(long, value_name = "NAME", default_value = millrace_csi::NAME)]
     pub(crate) driver_name: String,

@@ -54,6 +54,9 @@ pub(crate) struct MountArgs {
     /// Serve Prometheus metrics at this address, under /metrics
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<SocketAddr>,
+    /// Write the metrics to every process of this user that connects to this Unix socket; millrace csi collects them
+    #[arg(long, value_name = "PATH")]
+    pub(crate) metrics_socket: Option<PathBuf>,
     /// Trace each request to this file (see millrace trace)
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,

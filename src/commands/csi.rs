@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use anyhow::Result;
-use millrace_csi::{NodeOptions, Options};
+use millrace_csi::{Metrics, NodeOptions, Options};
 use millrace_datafs::Config;
 use millrace_home::Home;
+use millrace_serving::{MetricsServer, metrics_text};
 
 use crate::cli::{CsiArgs, CsiServices};
 use crate::context::Context;
@@ -29,6 +30,21 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
             log: Some(context.log.clone()),
         }),
     };
+    let metrics = args.metrics.map(|address| (address, Metrics::new()));
+    // Answers until the end of this command.
+    let _exported = match &metrics {
+        Some((address, metrics)) => {
+            let metrics = metrics.clone();
+            let text = move || {
+                let metrics = metrics.clone();
+                async move { metrics.text(metrics_text).await }
+            };
+            let server = MetricsServer::start_with(*address, context.stop.child_token(), text).await?;
+            context.out.note(&format!("metrics at http://{}/metrics", server.address()));
+            Some(server)
+        }
+        None => None,
+    };
     let root = context.home.root();
     let options = Options {
         name: args.driver_name,
@@ -40,6 +56,7 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
         config: context.loaded.settings.datafs.clone(),
         state: args.state_dir.map_or_else(|| Ok(root.join("csi")), std::path::absolute)?,
         ready: args.ready_file,
+        metrics: metrics.map(|(_, metrics)| metrics),
     };
     let out = context.out;
     let open = Box::new(move |root: &Path, config: &Config| {

@@ -1,5 +1,7 @@
 //! `millrace mount` and `millrace umount`: a volume or snapshot as a folder, in the foreground or detached.
 
+mod socket;
+
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::net::SocketAddr;
@@ -100,6 +102,11 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         metrics = metrics_of_successor(context, address).await;
     }
     let metrics_at = metrics.as_ref().map(MetricsServer::address);
+    if let Some(path) = &args.metrics_socket
+        && let Err(error) = socket::export(path, context.stop.child_token())
+    {
+        tracing::error!(socket = %path.display(), %error, "the mount goes on without metrics at its socket");
+    }
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id(), metrics_at)?;
     ready::notify_systemd();
     context.out.note(&format!("{} {}", args.spec, mounted.opening()));
@@ -137,7 +144,7 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
 
 /// Makes the paths of the arguments absolute. Those of the home and the configuration file are.
 fn make_absolute(args: &mut MountArgs) -> Result<()> {
-    for path in std::iter::once(&mut args.path).chain(&mut args.trace) {
+    for path in std::iter::once(&mut args.path).chain(&mut args.trace).chain(&mut args.metrics_socket) {
         *path = std::path::absolute(&*path).with_context(|| format!("cannot resolve {}", path.display()))?;
     }
     Ok(())
@@ -246,6 +253,9 @@ pub(super) fn same_command(
     }
     if let Some(metrics) = metrics {
         command.arg("--metrics").arg(metrics.to_string());
+    }
+    if let Some(socket) = &args.metrics_socket {
+        command.arg("--metrics-socket").arg(socket);
     }
     if let Some(trace) = &args.trace {
         command.arg("--trace").arg(trace);

@@ -8,6 +8,7 @@ mod bad_input;
 mod before;
 mod checked;
 mod columns;
+mod csi;
 mod deploy;
 mod examples;
 mod feeding;

@@ -7,6 +7,8 @@
 //!    writable one is a copy;
 //!  - node: each target of the kubelet gets a `millrace mount` process of its own, which the driver keeps running.
 //!
+//! [`Metrics`] is one text with the metrics of the driver and of all servers of a node.
+//!
 //! Not here: the file system and its mount (`millrace-datafs`), the handover of a mount between processes (`millrace
 //! holder`), and the sidecars that call the controller, which the Helm chart adds.
 //!
@@ -41,9 +43,11 @@ mod busy;
 mod check;
 mod controller;
 mod error;
+mod exposition;
 mod homes;
 mod identity;
 mod limits;
+mod metrics;
 mod node;
 mod proto;
 mod provision;
@@ -76,6 +80,8 @@ pub use crate::error::Error;
 use crate::homes::Homes;
 pub use crate::homes::OpenVolumes;
 use crate::identity::IdentityService;
+use crate::metrics::Counted;
+pub use crate::metrics::{END as METRICS_END, Metrics};
 use crate::node::NodeService;
 use crate::proto::csi::controller_server::ControllerServer;
 use crate::proto::csi::identity_server::IdentityServer;
@@ -124,6 +130,8 @@ pub struct Options {
     /// A file that exists while the services answer and the mounts of an earlier driver are taken over. A rollout
     /// that waits for it ends the old driver after the handover: the servers of mounts end with the driver's container.
     pub ready: Option<PathBuf>,
+    /// The metrics of the driver, when they are exported. The servers of mounts then export theirs to the driver.
+    pub metrics: Option<Metrics>,
 }
 
 /// How volumes are published on a node.
@@ -156,6 +164,7 @@ impl Options {
             home,
             config,
             ready: None,
+            metrics: None,
         }
     }
 
@@ -206,8 +215,12 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
                 holder: node.holder.clone(),
                 log: node.log.clone(),
                 tenants,
+                metrics: options.metrics.is_some(),
             };
             let servers = Servers::new(launch, publications, stop.child_token()).map_err(state)?;
+            if let Some(metrics) = &options.metrics {
+                metrics.of(&servers);
+            }
             Some(NodeService {
                 node_id: node.node_id.clone(),
                 volumes_max: node.volumes_max.into(),
@@ -235,12 +248,13 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
     });
     let services = Server::builder()
         .max_concurrent_streams(STREAMS_MAX)
-        .add_service(IdentityServer::new(identity).max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .add_service(Counted(IdentityServer::new(identity).max_decoding_message_size(MESSAGE_BYTES_MAX)))
         .add_optional_service(options.controller.then(|| {
-            ControllerServer::new(ControllerService::new(homes)).max_decoding_message_size(MESSAGE_BYTES_MAX)
+            let service = ControllerServer::new(ControllerService::new(homes));
+            Counted(service.max_decoding_message_size(MESSAGE_BYTES_MAX))
         }))
         .add_optional_service(
-            node.map(|node| NodeServer::new(node).max_decoding_message_size(MESSAGE_BYTES_MAX)),
+            node.map(|node| Counted(NodeServer::new(node).max_decoding_message_size(MESSAGE_BYTES_MAX))),
         );
     let serving =
         services.serve_with_incoming_shutdown(connections(listener), stop.clone().cancelled_owned());

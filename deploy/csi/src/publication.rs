@@ -2,7 +2,7 @@
 //! excludes other processes.
 //!
 //! `ID.json` says what is published where, `ID.toml` is the configuration of the mount's server and holds secrets,
-//! `ID.lock` is locked during a call. ID is a digest of the target. During an upgrade two drivers of one node share
+//! `ID.lock` is locked during a call, and at `ID.metrics` the server writes its metrics. ID is a digest of the target. During an upgrade two drivers of one node share
 //! the folder: the one that wrote the record last is responsible for the server.
 
 use std::fs::{self, File, TryLockError};
@@ -131,6 +131,11 @@ impl Publications {
         read(&self.folder.join(format!("{}.json", id(target))))
     }
 
+    /// The socket at which the server of a target exports its metrics.
+    pub(crate) fn metrics_socket(&self, target: &Path) -> PathBuf {
+        self.folder.join(format!("{}.metrics", id(target)))
+    }
+
     /// The records of all targets. A file that cannot be read is logged and left out.
     pub(crate) fn all(&self) -> Vec<Publication> {
         let entries = match fs::read_dir(&self.folder) {
@@ -183,6 +188,11 @@ impl Locked {
         self.path("toml")
     }
 
+    /// The socket at which the server exports its metrics.
+    pub(crate) fn metrics_socket(&self) -> PathBuf {
+        self.path("metrics")
+    }
+
     /// The record, if the target is published.
     pub(crate) fn read(&self) -> Result<Option<Publication>, Status> {
         read(&self.path("json"))
@@ -207,7 +217,7 @@ impl Locked {
     /// Forgets the target, the lock included.
     pub(crate) fn remove(self) -> Result<(), Status> {
         // The record last: until it is gone, the rest is found again.
-        for ending in ["toml-new", "json-new", "toml", "json", "lock"] {
+        for ending in ["metrics-new", "metrics", "toml-new", "json-new", "toml", "json", "lock"] {
             let path = self.path(ending);
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != ErrorKind::NotFound => {

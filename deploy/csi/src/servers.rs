@@ -23,6 +23,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
+use crate::metrics::{self, Source};
 use crate::publication::{Locked, Process, Publication, Publications};
 use crate::refusal::refused;
 use crate::target;
@@ -58,6 +59,8 @@ pub(crate) struct Launch {
     pub(crate) log: Option<String>,
     /// Folder of the homes of tenants, whose servers get none of the driver's variables.
     pub(crate) tenants: PathBuf,
+    /// Whether servers export their metrics to this driver.
+    pub(crate) metrics: bool,
 }
 
 /// The servers of this driver.
@@ -169,6 +172,18 @@ impl Servers {
         self.launch.holder.is_some()
     }
 
+    /// The published volumes of this driver, for a scrape. Reads files.
+    pub(crate) fn sources(&self) -> Vec<Source> {
+        let own = self.publications.all().into_iter().filter(|publication| publication.driver == self.driver);
+        own.map(|publication| Source {
+            is_serving: publication.server.is_some_and(Process::is_alive),
+            socket: self.publications.metrics_socket(&publication.target),
+            volume_id: publication.volume_id,
+            target: publication.target,
+        })
+        .collect()
+    }
+
     /// Whether a server for a target runs, or is being started again.
     pub(crate) fn is_kept(&self, target: &Path) -> bool {
         self.keepers.lock().get(target).is_some_and(|keeper| !keeper.task.is_finished())
@@ -222,7 +237,7 @@ impl Servers {
         let attempt = format!("mount {} at {}", publication.spec, publication.target.display());
         let mut command = Command::new(&self.launch.program);
         // What process lists show for the running program's link.
-        command.arg0("millrace").args(self.arguments(&locked.config(), publication));
+        command.arg0("millrace").args(self.arguments(locked, publication));
         if publication.home.starts_with(&self.launch.tenants) {
             command.env_clear();
             command.envs(VARIABLES.into_iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
@@ -270,13 +285,13 @@ impl Servers {
     }
 
     /// The command line of a server. No secret is part of it.
-    fn arguments(&self, config: &Path, publication: &Publication) -> Vec<OsString> {
+    fn arguments(&self, locked: &Locked, publication: &Publication) -> Vec<OsString> {
         let mut arguments: Vec<OsString> = vec!["--json".into()];
         if let Some(log) = &self.launch.log {
             arguments.extend(["--log".into(), log.into()]);
         }
         arguments.extend(["--home".into(), publication.home.clone().into()]);
-        arguments.extend(["--config".into(), config.into()]);
+        arguments.extend(["--config".into(), locked.config().into()]);
         arguments.extend(["mount".into(), publication.spec.to_string().into()]);
         arguments.extend([publication.target.clone().into(), "--tell-errors".into(), "--allow-other".into()]);
         match &self.launch.holder {
@@ -288,6 +303,9 @@ impl Servers {
         arguments.extend(flags.noexec.then(|| "--noexec".into()));
         if let Some(open) = &flags.open {
             arguments.extend(["--open".into(), open.into()]);
+        }
+        if self.launch.metrics {
+            arguments.extend(["--metrics-socket".into(), locked.metrics_socket().into()]);
         }
         arguments
     }
@@ -328,6 +346,7 @@ impl Servers {
                 };
                 match restarted {
                     Ok(Some((next, successor))) => {
+                        metrics::RESTARTS.inc();
                         tracing::error!(
                             path = %at.display(), status = ?status, pause_ms = pause.as_millis() as u64,
                             "the server of a mount died and was started again"

@@ -38,6 +38,8 @@ use millrace_serving_repository::repository::{Repository, Source};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
+/// The media type of metrics.
+const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Names in the health protocol: the service's own, and the empty one of the whole server.
 const HEALTH_NAMES: [&str; 2] = ["", SERVICE_NAME];
 
@@ -355,13 +357,34 @@ impl MetricsServer {
     /// # Errors
     /// [`Error::Bind`] if the port is in use.
     pub async fn start(address: SocketAddr, cancel: CancellationToken) -> Result<MetricsServer> {
+        MetricsServer::start_with(address, cancel, || std::future::ready(metrics_text())).await
+    }
+
+    /// [`MetricsServer::start`] with another text, which each scrape asks for.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_with<F>(
+        address: SocketAddr,
+        cancel: CancellationToken,
+        text: impl Fn() -> F + Clone + Send + Sync + 'static,
+    ) -> Result<MetricsServer>
+    where
+        F: Future<Output = String> + Send + 'static,
+    {
         let listener = bind(address, "metrics", "metrics").await?;
         let address = listener
             .local_addr()
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
         let listener = Listener::http(listener, "metrics", &Limits::default());
         let pages = Pages::new(&[], is_loopback(address))?;
-        let task = tokio::spawn(listener.answer(AccessLogLayer::new(scrape_routes(None, pages)), cancel));
+        let answer = move || {
+            let text = text.clone();
+            async move { ([(header::CONTENT_TYPE, TEXT_FORMAT)], text().await) }
+        };
+        let routes = Router::new().route("/metrics", get(answer));
+        let routes = PeerAddrLayer::new(routes.layer(from_fn_with_state(pages, pages::answer)));
+        let task = tokio::spawn(listener.answer(AccessLogLayer::new(routes), cancel));
         Ok(MetricsServer { address, task })
     }
 
@@ -378,6 +401,10 @@ impl Drop for MetricsServer {
 }
 
 async fn scrape_metrics(State(models): State<Option<Repository>>) -> impl axum::response::IntoResponse {
-    let text = scrape::render(models.as_ref());
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+    ([(header::CONTENT_TYPE, TEXT_FORMAT)], scrape::render(models.as_ref()))
+}
+
+/// The metrics of the process in the Prometheus text format.
+pub fn metrics_text() -> String {
+    scrape::render(None)
 }

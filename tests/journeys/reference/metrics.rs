@@ -8,7 +8,7 @@ const PAGES: [(&str, &str, &[&str]); 3] = [
     (
         "metrics/volumes.md",
         "Metrics: volumes and mounts",
-        &["datafs/src/mount/observe/exported.rs", "datafs/src/metrics.rs"],
+        &["datafs/src/mount/observe/exported.rs", "datafs/src/metrics.rs", "deploy/csi/src/metrics.rs"],
     ),
     (
         "metrics/pipeline.md",

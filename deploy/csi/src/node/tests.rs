@@ -44,6 +44,7 @@ async fn unpublish_with_another_volume_leaves_the_restarts_of_the_mount() {
         holder: None,
         log: None,
         tenants: dir.path().join("tenants"),
+        metrics: false,
     };
     let servers = Servers::new(launch, publications, CancellationToken::new()).unwrap();
     let config = millrace_datafs::Config::default();
