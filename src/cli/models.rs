@@ -55,9 +55,9 @@ pub(crate) enum ModelCommand {
         after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and other operators do not\nchange. Both versions run on a sample; if the mean difference of an output exceeds --limit, as a part\nof its range, nothing is written and the exit code is 9. The lineage of the new version names its\nsource. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
     )]
     Quantize(QuantizeArgs),
-    /// Cut an ONNX graph at a value and add new layers behind it, for transfer learning
+    /// Cut an ONNX graph at a value, add new layers behind it, or fix the sizes of its inputs
     #[command(
-        after_help = "What the cut leaves behind is removed. New layers get seeded weights: flatten, pool (the mean of each\nchannel), relu, linear=N. A job trains the result.\n\nExamples:\n  millrace model show resnet18.onnx --nodes\n  millrace model edit resnet18.onnx flowers.onnx --cut avgpool --add flatten --add linear=5\n  millrace model edit mlp.onnx deeper.onnx --cut dense1.relu --add linear=64 --add relu --add linear=10"
+        after_help = "What the cut leaves behind is removed. New layers get seeded weights: flatten, pool (the mean of each\nchannel), relu, linear=N. A job trains the result.\n\nExamples:\n  millrace model show resnet18.onnx --nodes\n  millrace model edit resnet18.onnx flowers.onnx --cut avgpool --add flatten --add linear=5\n  millrace model edit mlp.onnx deeper.onnx --cut dense1.relu --add linear=64 --add relu --add linear=10\n  millrace model edit bert.onnx bert128.onnx --dim sequence_length=128"
     )]
     Edit(EditArgs),
     /// Version routing: labels, splits and shadows
@@ -97,8 +97,11 @@ pub(crate) struct EditArgs {
     #[arg(long, value_name = "NODE")]
     pub(crate) cut: Option<String>,
     /// A layer to add: flatten, pool, relu or linear=N; may be repeated
-    #[arg(long, value_name = "LAYER", required_unless_present = "cut")]
+    #[arg(long, value_name = "LAYER", required_unless_present_any = ["cut", "dim"])]
     pub(crate) add: Vec<millrace_trainer::init::edit::Layer>,
+    /// A size for a dynamic dimension of the inputs, as sequence_length=128; may be repeated
+    #[arg(long, value_name = "NAME=SIZE")]
+    pub(crate) dim: Vec<millrace_trainer::init::edit::NamedSize>,
     /// Seed of the new weights
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,

@@ -140,7 +140,8 @@ fn edit(out: Output, args: &EditArgs) -> Result<()> {
     if !args.file.exists() {
         return fail(Exit::NotFound, format!("{} does not exist", args.file.display()));
     }
-    let edit = Edit { cut: args.cut.clone(), layers: args.add.clone(), seed: args.seed };
+    let edit =
+        Edit { cut: args.cut.clone(), layers: args.add.clone(), sizes: args.dim.clone(), seed: args.seed };
     let refused = |error: EditError| {
         let exit = match &error {
             EditError::File(ModelFileError::NotOnnx(_)) => Exit::Corrupt,

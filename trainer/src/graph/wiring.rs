@@ -71,9 +71,15 @@ fn declared(info: &ValueInfoProto) -> Result<Declared<'_>, GraphError> {
                     return Err(malformed(format!("input {name:?} has a dimension of {size}")));
                 }
             },
-            (axis, _) => {
+            (axis, value) => {
+                let remedy = match value {
+                    Some(Value::DimParam(size)) if !size.is_empty() => {
+                        format!("millrace model edit --dim {size}=SIZE gives it a size")
+                    }
+                    _ => "export it with a fixed size".to_owned(),
+                };
                 return Err(malformed(format!(
-                    "dimension {axis} of input {name:?} is dynamic; only the first may be"
+                    "dimension {axis} of input {name:?} is dynamic; only the first may be ({remedy})"
                 )));
             }
         });

@@ -1,4 +1,4 @@
-//! Edits of a model for transfer learning: cut a graph at a value, and add new layers behind it.
+//! Edits of a model: fix sizes that its inputs leave open, cut a graph at a value, and add new layers behind it.
 //!
 //! What the cut leaves behind (nodes, weights, outputs) is removed. New layers get seeded weights as those of
 //! new models ([`super`]).
@@ -14,6 +14,7 @@ use super::InitError;
 use super::proto::{GraphBuilder, rows_info};
 use crate::graph::{Dim, Graph, GraphError, has_marks};
 pub use crate::model::ModelFileError;
+pub use sizes::NamedSize;
 
 /// First IR version in which a weight need not be an input as well.
 const IR_VERSION_MIN: i64 = 4;
@@ -58,6 +59,8 @@ pub struct Edit {
     pub cut: Option<String>,
     /// Layers behind it, in order.
     pub layers: Vec<Layer>,
+    /// Sizes for dynamic dimensions of the inputs, but the first ones, by their names.
+    pub sizes: Vec<NamedSize>,
     /// Seed of the new weights.
     pub seed: u64,
 }
@@ -83,6 +86,14 @@ pub enum EditError {
         name: String,
         /// The values.
         values: String,
+    },
+    /// No input has a dimension of the name that may be fixed.
+    #[error("no input has a dynamic dimension {name:?} that can be fixed; {known}")]
+    NoDimension {
+        /// The name given.
+        name: String,
+        /// The dimensions that can be fixed.
+        known: String,
     },
     /// A layer does not fit behind the values before it.
     #[error("layer {position} ({layer}) does not fit behind values of shape {shape}: {remedy}")]
@@ -119,6 +130,12 @@ pub fn read(path: &Path) -> Result<ModelProto, EditError> {
 pub fn edit(model: &ModelProto, edit: &Edit) -> Result<ModelProto, EditError> {
     let mut model = model.clone();
     let graph = model.graph.get_or_insert_default();
+    for size in &edit.sizes {
+        sizes::fix(graph, size)?;
+    }
+    if edit.cut.is_none() && edit.layers.is_empty() && !edit.sizes.is_empty() {
+        return Ok(model);
+    }
     let marks = has_marks(graph);
     if let Some(cut) = &edit.cut {
         let value = value_named(graph, cut)?;
@@ -266,5 +283,6 @@ fn free_prefix(graph: &GraphProto) -> String {
 }
 
 mod module;
+mod sizes;
 #[cfg(test)]
 mod tests;

@@ -12,7 +12,7 @@ fn layers(text: &[&str]) -> Vec<Layer> {
 }
 
 fn apply(model: &ModelProto, cut: Option<&str>, add: &[&str]) -> Result<ModelProto, EditError> {
-    edit(model, &Edit { cut: cut.map(str::to_owned), layers: layers(add), seed: 3 })
+    edit(model, &Edit { cut: cut.map(str::to_owned), layers: layers(add), seed: 3, ..Edit::default() })
 }
 
 fn names(model: &ModelProto) -> Vec<&str> {
@@ -291,4 +291,32 @@ fn rows_of_one_value_are_flattened_before_a_layer() {
     let text = apply(&model, Some("mean"), &["linear=2"]).unwrap_err().to_string();
     assert!(text.contains("add flatten before it") && !text.contains("pool"), "{text}");
     assert!(apply(&model, Some("mean"), &["flatten", "linear=2"]).is_ok());
+}
+
+#[test]
+fn a_dimension_of_the_inputs_gets_its_size_wherever_it_is_named() {
+    use millrace_bundle::onnx::tensor_shape_proto::dimension::Value;
+    use millrace_bundle::onnx::type_proto;
+    let mut model = mlp(6, &[5], 3, 1).unwrap();
+    let input = &mut model.graph.as_mut().unwrap().input[0];
+    let Some(type_proto::Value::TensorType(tensor)) =
+        input.r#type.as_mut().and_then(|kind| kind.value.as_mut())
+    else {
+        unreachable!()
+    };
+    let dims = &mut tensor.shape.as_mut().unwrap().dim;
+    dims[0].value = Some(Value::DimParam("batch".into()));
+    dims[1].value = Some(Value::DimParam("length".into()));
+    let refused = Engine::load(&model, Loss::CrossEntropy, Device::Cpu).unwrap_err().to_string();
+    assert!(refused.contains("--dim length=SIZE"), "{refused}");
+    let fixed = |size: &str| edit(&model, &Edit { sizes: vec![size.parse().unwrap()], ..Edit::default() });
+    let engine = Engine::load(&fixed("length=6").unwrap(), Loss::CrossEntropy, Device::Cpu).unwrap();
+    assert_eq!(engine.input_width(), 6);
+    for name in ["batch", "width"] {
+        let error = fixed(&format!("{name}=6")).unwrap_err().to_string();
+        assert!(error.contains("those are length"), "{error}");
+    }
+    for text in ["length", "length=0", "length=-1", "=4", "length=2000000000"] {
+        assert!(text.parse::<NamedSize>().unwrap_err().contains("NAME=SIZE"), "{text}");
+    }
 }
