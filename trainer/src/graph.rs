@@ -12,6 +12,7 @@
 //! **States**: the running statistics of batch normalisations in training mode. Steps move them ([`Graph::states`]).
 
 mod absorbed;
+mod affine;
 mod ahead;
 mod arithmetic;
 mod attention;
@@ -29,6 +30,7 @@ mod merged;
 mod movement;
 mod normalization;
 mod positions;
+mod ranges;
 mod read;
 mod recurrent;
 mod reduction;
@@ -41,6 +43,7 @@ mod tensor;
 #[cfg(test)]
 mod tests;
 mod training;
+mod transposed;
 mod types;
 mod wiring;
 

@@ -29,6 +29,22 @@ pub(super) fn divide(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphEr
     Ok(b.mark(whole, is_merged))
 }
 
+/// A remainder: with the sign of the divisor, or with `fmod` with that of the dividend. That of floats needs `fmod`.
+pub(super) fn modulo(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let is_whole = call.element(b, 0).is_some_and(|element| types::kind(element) == Kind::Integer);
+    let like_c = call.int("fmod", 0)? != 0;
+    let (dividend, divisor) = (call.value(b, 0)?, call.value(b, 1)?);
+    call.finish(2)?;
+    let site = call.site;
+    if !is_whole && !like_c {
+        return Err(site.form("a remainder of floats needs fmod = 1"));
+    }
+    let quotient = join_at(b, &site, Binary::Div, dividend, divisor)?;
+    let whole = map(b, &site, if like_c { Unary::Trunc } else { Unary::Floor }, quotient)?;
+    let reached = join_at(b, &site, Binary::Mul, whole, divisor)?;
+    join_at(b, &site, Binary::Sub, dividend, reached)
+}
+
 /// Appends a broadcasting element-wise operation.
 pub(super) fn join(
     b: &mut Builder,

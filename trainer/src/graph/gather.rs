@@ -1,9 +1,11 @@
-//! Gather: elements at constant positions, and rows of a table at the positions that the input holds.
+//! Gather: elements at constant positions, and rows of a table at positions that the input holds or that are computed
+//! from it within a known range.
 
 use std::rc::Rc;
 
 use super::builder::{Builder, Call};
 use super::movement::select;
+use super::ranges;
 use super::read::INDEX_BELOW;
 use super::types::{self, Kind};
 use super::{Dim, GraphError, Op, QUOTED_CALL, ValueId, shape};
@@ -44,11 +46,15 @@ fn lookup(
     positions: ValueId,
 ) -> Result<ValueId, GraphError> {
     let is_whole = call.element(b, 1).is_some_and(|element| types::kind(element) == Kind::Integer);
-    let Some(origin) = b.origins.get(&positions).filter(|_| is_whole).map(Rc::clone) else {
-        return Err(call.site.form(
-            "its positions are computed; constant ones, and whole numbers of an int64 input, are supported",
-        ));
+    let computed = || {
+        call.site.form(
+            "its positions are computed, and their range is not known; constant ones, whole numbers of an int64 input, \
+             and those whose range follows from such ones are supported",
+        )
     };
+    if !is_whole {
+        return Err(computed());
+    }
     if axis != 0 || shape::rows_axis(b.dims(data)).is_some() {
         return Err(call.site.form(format!(
             "positions of the input select from axis 0 of a table, not from axis {axis} of {}",
@@ -60,10 +66,16 @@ fn lookup(
             "a table of {size} rows: positions are float32 numbers, which tell at most {INDEX_BELOW} rows apart (split the table)"
         ))
     })?;
-    for place in origin.iter() {
-        let below = &mut b.index_bounds[*place as usize];
-        *below = (*below).min(bound);
-    }
+    let positions = match b.origins.get(&positions).map(Rc::clone) {
+        Some(origin) => {
+            for place in origin.iter() {
+                let below = &mut b.index_bounds[*place as usize];
+                *below = (*below).min(bound);
+            }
+            positions
+        }
+        None => ranges::within(b, &call.site, positions, bound)?.ok_or_else(computed)?.0,
+    };
     let mut target = b.dims(positions).to_vec();
     target.extend(&b.dims(data)[1..]);
     // The arguments are weight, indices, padding_idx, scale_grad_by_freq and sparse.

@@ -2,7 +2,7 @@
 //!
 //! Positions are whole numbers that are known, fed as an input, or found in a computed value. The engine takes them
 //! without a check, hence a model is read only if all of them are within the axis: constants are compared, inputs get a
-//! bound, and what TopK finds is within the axis that it searched.
+//! bound, what TopK finds is within the axis that it searched, and the range of computed ones is known (`ranges.rs`).
 
 use std::collections::HashSet;
 use std::rc::Rc;
@@ -11,12 +11,10 @@ use super::arithmetic::{choose, compare_values, join_at, map};
 use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::ints::strides;
 use super::movement::select;
+use super::ranges;
 use super::read::INDEX_BELOW;
 use super::types::{self, Kind};
 use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
-
-/// Most values that the search for the bounds of positions visits.
-const VISITED_MAX: usize = 256;
 
 /// Positions within an axis.
 struct Positions {
@@ -320,52 +318,18 @@ fn positions(b: &mut Builder, call: &Call<'_>, axis: usize, size: usize) -> Resu
         let distinct = b.dims(value)[axis] == Dim::Fixed(1);
         return Ok(Positions { value, distinct });
     }
-    let (low, high) = bounds(b, value).ok_or_else(|| {
-        site.form(
-            "its positions are computed; constant ones, those of an integer input, of TopK, ArgMax and ArgMin are \
-             supported",
-        )
-    })?;
-    if low < -(size as f32) || high >= size as f32 {
-        return Err(site.shape(format!("positions from {low} to {high} on an axis of {size}")));
-    }
-    let distinct = is_distinct(b, value, axis);
-    if low >= 0.0 {
-        return Ok(Positions { value, distinct });
-    }
-    let zero = b.scalar(0.0, site)?;
-    let below = compare_values(b, site, Compare::Less, value, zero)?;
-    let turned = map(b, site, Unary::Shift(size as f32), value)?;
+    let Some((found, is_turned)) = ranges::within(b, site, value, size as u32)? else {
+        return Err(match ranges::range(b, value) {
+            Some((low, high)) => site.shape(format!("positions from {low} to {high} on an axis of {size}")),
+            None => site.form(
+                "its positions are computed; constant ones, those of an integer input, of TopK, ArgMax and ArgMin, and \
+                 those whose range follows from such ones are supported",
+            ),
+        });
+    };
     // A position may be given from both ends.
-    let distinct = b.dims(value)[axis] == Dim::Fixed(1);
-    Ok(Positions { value: choose(b, site, below, turned, value)?, distinct })
-}
-
-/// The smallest and largest element of a value that constants and found positions bound.
-fn bounds(b: &Builder, value: ValueId) -> Option<(f32, f32)> {
-    let mut waiting = vec![value];
-    let mut found = (f32::INFINITY, f32::NEG_INFINITY);
-    for _ in 0..VISITED_MAX {
-        let Some(value) = waiting.pop() else { return Some(found) };
-        if let Source::Constant(elements) = &b.values[value].source {
-            if elements.iter().any(|element| element.fract() != 0.0 || !element.is_finite()) {
-                return None;
-            }
-            found = elements.iter().fold(found, |(low, high), at| (low.min(*at), high.max(*at)));
-            continue;
-        }
-        let node = b.node_of(value)?;
-        match node.op {
-            Op::Rank { axis, .. } => {
-                let last = b.dims(node.inputs[0])[axis].at(1) as f32 - 1.0;
-                found = (found.0.min(0.0), found.1.max(last));
-            }
-            Op::Concat(_) => waiting.extend(&node.inputs),
-            _ if node.op.moves() => waiting.push(node.inputs[0]),
-            _ => return None,
-        }
-    }
-    None
+    let distinct = if is_turned { b.dims(value)[axis] == Dim::Fixed(1) } else { is_distinct(b, value, axis) };
+    Ok(Positions { value: found, distinct })
 }
 
 /// Whether no element is twice in a line of a value along an axis.

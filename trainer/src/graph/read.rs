@@ -14,9 +14,9 @@ use super::reduction::Reduction;
 use super::spatial::Pool;
 use super::types::Kind;
 use super::{
-    Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, arithmetic, attention,
-    einsum, gather, linear, merged, movement, normalization, positions, recurrent, reduction, resize,
-    sampling, shape, sizes, spatial, tensor, training, types,
+    Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, affine, arithmetic,
+    attention, einsum, gather, linear, merged, movement, normalization, positions, recurrent, reduction,
+    resize, sampling, shape, sizes, spatial, tensor, training, transposed, types,
     wiring::{Declared, inputs, order, output, producers},
 };
 
@@ -30,6 +30,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Acos",
     "Acosh",
     "Add",
+    "AffineGrid",
     "And",
     "ArgMax",
     "ArgMin",
@@ -45,6 +46,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Ceil",
     "Celu",
     "Clip",
+    "Col2Im",
     "Concat",
     "Constant",
     "ConstantOfShape",
@@ -449,6 +451,7 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "Sub" => arithmetic::binary(b, call, Binary::Sub),
         "Mul" => arithmetic::binary(b, call, Binary::Mul),
         "Div" => arithmetic::divide(b, call),
+        "Mod" => arithmetic::modulo(b, call),
         "Pow" => arithmetic::pow(b, call),
         "Max" => arithmetic::several(b, call, Binary::Max, false),
         "Min" => arithmetic::several(b, call, Binary::Min, false),
@@ -506,6 +509,7 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "ArgMax" => positions::extreme(b, call, true),
         "ArgMin" => positions::extreme(b, call, false),
         "OneHot" => positions::one_hot(b, call),
+        "AffineGrid" => affine::affine_grid(b, call),
         "GridSample" => sampling::grid_sample(b, call),
         "Slice" => movement::slice(b, call),
         "Pad" => movement::pad(b, call),
@@ -516,7 +520,8 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "SpaceToDepth" => movement::space_to_depth(b, call),
         "Resize" | "Upsample" => resize::resize(b, call),
         "Conv" => spatial::conv(b, call),
-        "ConvTranspose" => spatial::conv_transpose(b, call),
+        "ConvTranspose" => transposed::conv_transpose(b, call),
+        "Col2Im" => transposed::col2im(b, call),
         "MaxPool" => spatial::pool(b, call, Pool::Max),
         "AveragePool" => spatial::pool(b, call, Pool::Average),
         _ => match unary_operator(op) {

@@ -17,6 +17,7 @@ struct Mapping {
     nearest: String,
     cubic: f64,
     exclude_outside: bool,
+    antialias: bool,
 }
 
 impl Mapping {
@@ -78,6 +79,47 @@ impl Mapping {
         let far = |d: f64| ((a * d - 5.0 * a) * d + 8.0 * a) * d - 4.0 * a;
         [far(1.0 + fraction), near(fraction), near(1.0 - fraction), far(2.0 - fraction)]
     }
+
+    /// The neighbours of a position and their weights, before those outside are excluded.
+    fn weights(&self, position: f64, last: f64, scale: f64) -> Option<Vec<(f64, f64)>> {
+        let below = position.floor();
+        match self.mode.as_str() {
+            "linear" | "bilinear" | "trilinear" | "cubic" if self.antialias => {
+                Some(self.stretched_weights(position, scale))
+            }
+            "linear" | "bilinear" | "trilinear" => {
+                let within = position.clamp(0.0, last);
+                let share = within - within.floor();
+                Some(vec![(within.floor(), 1.0 - share), (within.floor() + 1.0, share)])
+            }
+            "cubic" => {
+                let weights = self.cubic_weights(position - below);
+                Some((0..4).map(|at| f64::from(at) + below - 1.0).zip(weights).collect())
+            }
+            _ => None,
+        }
+    }
+
+    /// [`Mapping::weights`] of a filter that is as wide as the elements of a smaller output, as ONNX Runtime has it.
+    fn stretched_weights(&self, position: f64, scale: f64) -> Vec<(f64, f64)> {
+        let stretch = (1.0 / scale).max(1.0);
+        let is_cubic = self.mode == "cubic";
+        let support = stretch * if is_cubic { 2.0 } else { 1.0 };
+        let (first, end) = ((position + 1.0 - support).floor(), (position + 1.0 + support).floor());
+        let a = self.cubic;
+        let weight = |distance: f64| match distance {
+            _ if !is_cubic => (1.0 - distance).max(0.0),
+            ..1.0 => ((a + 2.0) * distance - (a + 3.0)) * distance * distance + 1.0,
+            ..2.0 => (((distance - 5.0) * distance + 8.0) * distance - 4.0) * a,
+            _ => 0.0,
+        };
+        let count = (end - first) as usize;
+        let places = (0..count).map(|at| first + at as f64);
+        let found: Vec<(f64, f64)> =
+            places.map(|place| (place, weight(((place - position) / stretch).abs()))).collect();
+        let total: f64 = found.iter().map(|(_, weight)| weight).sum();
+        found.into_iter().map(|(place, weight)| (place, weight / total)).collect()
+    }
 }
 
 /// Whether a position lies between two elements, with the tolerance of ONNX Runtime.
@@ -98,8 +140,8 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
             .unwrap_or_else(|| if old { SIMPLE } else { "round_prefer_floor" }.to_owned()),
         cubic: f64::from(call.float_attribute("cubic_coeff_a", -0.75)?),
         exclude_outside: call.int("exclude_outside", 0)? != 0,
+        antialias: call.int("antialias", 0)? != 0,
     };
-    call.only("antialias", 0)?;
     call.float_attribute("extrapolation_value", 0.0)?;
     if call.string("keep_aspect_ratio_policy")?.is_some_and(|policy| policy != "stretch") {
         return Err(call.site.form("keep_aspect_ratio_policy is not supported, only stretch"));
@@ -183,6 +225,12 @@ fn axis_to(
     };
     // ONNX Runtime rounds these positions in an order of its own.
     let is_symmetric = mapping.coordinates == "half_pixel_symmetric";
+    if mapping.antialias && (mode == "nearest" || is_symmetric) {
+        return Err(site.form(format!(
+            "antialias with mode {mode:?} and {:?} is not defined (use linear or cubic, with half_pixel)",
+            mapping.coordinates
+        )));
+    }
     if mode == "nearest" && is_symmetric && matches!(mapping.nearest.as_str(), "floor" | "ceil") {
         return Err(unknown());
     }
@@ -201,22 +249,12 @@ fn axis_to(
     // Column `at` holds the weights of the input's elements in element `at` of the output.
     let mut matrix = vec![0.0f64; from * to];
     for (at, position) in positions.iter().enumerate() {
-        let below = position.floor();
-        let fraction = position - below;
-        let weights: &[(f64, f64)] = match mode {
-            "linear" | "bilinear" | "trilinear" => {
-                let within = position.clamp(0.0, last);
-                let share = within - within.floor();
-                &[(within.floor(), 1.0 - share), (within.floor() + 1.0, share)]
-            }
-            "cubic" => {
-                let [a, c, d, e] = mapping.cubic_weights(fraction);
-                &[(below - 1.0, a), (below, c), (below + 1.0, d), (below + 2.0, e)]
-            }
-            _ => return Err(unknown()),
-        };
+        let weights = mapping.weights(*position, last, scale).ok_or_else(unknown)?;
         let counts = |place: f64| !mapping.exclude_outside || (0.0..=last).contains(&place);
         let total: f64 = weights.iter().filter(|(place, _)| counts(*place)).map(|(_, weight)| weight).sum();
+        if mapping.exclude_outside && total == 0.0 {
+            return Err(site.form("exclude_outside leaves an element without neighbours"));
+        }
         for (place, weight) in weights.iter().filter(|(place, _)| counts(*place)) {
             let weight = if mapping.exclude_outside { weight / total } else { *weight };
             matrix[place.clamp(0.0, last) as usize * to + at] += weight;

@@ -57,6 +57,7 @@ pub(super) fn fold(b: &Builder, mut call: Call<'_>, op: &str) -> Option<Folded> 
         "Squeeze" => squeeze(b, call),
         "Unsqueeze" => unsqueeze(b, call),
         "Reshape" => reshape(b, call),
+        "Flatten" => flatten(b, call),
         "Transpose" => transpose(b, call),
         "Tile" => tile(b, &call),
         "Trilu" => trilu(b, call),
@@ -418,6 +419,19 @@ fn concat(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
         }
     }
     Ok(Ints::new(dims, elements))
+}
+
+/// A matrix of the axes before one and those from it on.
+fn flatten(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
+    let data = call.needed_numbers(b, 0)?.clone();
+    let given = call.int("axis", 1)?;
+    call.finish(1)?;
+    let rank = data.dims.len();
+    // Flatten may split behind the last axis.
+    let axis = if given == rank as i64 { rank } else { shape::axis(given, rank, &call.site)? };
+    let (outer, inner) = data.dims.split_at(axis);
+    let dims = vec![outer.iter().product(), inner.iter().product()];
+    Ok(Ints::new(dims, data.elements))
 }
 
 fn squeeze(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {

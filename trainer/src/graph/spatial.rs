@@ -25,7 +25,11 @@ struct Window<const N: usize> {
 }
 
 /// Rows, channels and the two spatial sizes of a value; whether it had one spatial dimension.
-fn spatial(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
+pub(super) fn spatial(
+    b: &mut Builder,
+    site: &NodeRef,
+    value: ValueId,
+) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
     let mut dims = b.dims(value).to_vec();
     let line = dims.len() == 3;
     if line {
@@ -46,7 +50,11 @@ fn spatial(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<(ValueId, 
 }
 
 /// Rows, channels and the sizes of a value with three spatial dimensions.
-fn volume(b: &Builder, site: &NodeRef, value: ValueId) -> Result<(Dim, usize, [usize; 3]), GraphError> {
+pub(super) fn volume(
+    b: &Builder,
+    site: &NodeRef,
+    value: ValueId,
+) -> Result<(Dim, usize, [usize; 3]), GraphError> {
     match *b.dims(value) {
         [rows, Dim::Fixed(channels), Dim::Fixed(depth), Dim::Fixed(height), Dim::Fixed(width)] => {
             Ok((rows, channels, [depth, height, width]))
@@ -56,7 +64,7 @@ fn volume(b: &Builder, site: &NodeRef, value: ValueId) -> Result<(Dim, usize, [u
 }
 
 /// Per-axis sizes from an attribute, or `default`. A one-dimensional form gets a fixed width.
-fn sizes<const N: usize>(
+pub(super) fn sizes<const N: usize>(
     site: &NodeRef,
     name: &str,
     given: Option<Vec<i64>>,
@@ -135,7 +143,7 @@ fn window<const N: usize>(
 }
 
 /// Pads of an attribute: all sides before the input, then all sides after it.
-fn both_sides<const N: usize>(
+pub(super) fn both_sides<const N: usize>(
     site: &NodeRef,
     pads: &[i64],
     line: bool,
@@ -150,12 +158,17 @@ fn both_sides<const N: usize>(
     ))
 }
 
-fn fixed(dim: Dim) -> usize {
+pub(super) fn fixed(dim: Dim) -> usize {
     dim.at(1)
 }
 
 /// Restores the three dimensions of a one-dimensional form's output.
-fn restore(b: &mut Builder, site: &NodeRef, value: ValueId, line: bool) -> Result<ValueId, GraphError> {
+pub(super) fn restore(
+    b: &mut Builder,
+    site: &NodeRef,
+    value: ValueId,
+    line: bool,
+) -> Result<ValueId, GraphError> {
     let mut dims = b.dims(value).to_vec();
     if line {
         dims.pop();
@@ -164,7 +177,7 @@ fn restore(b: &mut Builder, site: &NodeRef, value: ValueId, line: bool) -> Resul
 }
 
 /// Appends padding on the spatial axes.
-fn surround_spatial(
+pub(super) fn surround_spatial(
     b: &mut Builder,
     site: &NodeRef,
     input: ValueId,
@@ -176,7 +189,7 @@ fn surround_spatial(
     surround(b, site, input, all(before), &all(after), value)
 }
 
-fn groups_of(call: &mut Call<'_>) -> Result<usize, GraphError> {
+pub(super) fn groups_of(call: &mut Call<'_>) -> Result<usize, GraphError> {
     let groups = call.int("group", 1)?;
     usize::try_from(groups)
         .ok()
@@ -239,7 +252,12 @@ fn check_bias(b: &Builder, site: &NodeRef, bias: ValueId, channels: usize) -> Re
 }
 
 /// Adds a bias per channel.
-fn add_bias(b: &mut Builder, site: &NodeRef, value: ValueId, bias: ValueId) -> Result<ValueId, GraphError> {
+pub(super) fn add_bias(
+    b: &mut Builder,
+    site: &NodeRef,
+    value: ValueId,
+    bias: ValueId,
+) -> Result<ValueId, GraphError> {
     let channels = b.dims(value)[1];
     check_bias(b, site, bias, fixed(channels))?;
     let mut dims = vec![channels];
@@ -293,90 +311,6 @@ fn conv3(
         Some(bias) => add_bias(b, &site, out, bias),
         None => Ok(out),
     }
-}
-
-/// The transpose of a convolution: all of it, then the part that the pads leave.
-pub(super) fn conv_transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
-    let (input, weight) = (call.float(b, 0)?, call.float(b, 1)?);
-    let bias = call.float_optional(b, 2)?;
-    let site = call.site.clone();
-    if b.dims(input).len() == 5 {
-        return Err(site.form("three spatial dimensions are not supported, one and two are"));
-    }
-    let (input, [rows, channels, height, width], line) = spatial(b, &site, input)?;
-    let given = b.dims(weight).to_vec();
-    let (weight, kernel_dims, weight_line) = spatial(b, &site, weight)?;
-    let [in_channels, group_channels, kernel_height, kernel_width] = kernel_dims.map(fixed);
-    let groups = groups_of(&mut call)?;
-    let fits = weight_line == line
-        && shape::rows_axis(&given).is_none()
-        && in_channels == fixed(channels)
-        && in_channels % groups == 0;
-    if !fits {
-        return Err(site.shape(format!(
-            "weights {} do not fit {channels} channels in {groups} group(s)",
-            shape::display(&given)
-        )));
-    }
-    let (size, kernel) = ([fixed(height), fixed(width)], [kernel_height, kernel_width]);
-    let stated = call.ints("kernel_shape")?;
-    if stated.is_some() && sizes(&site, "kernel_shape", stated, line, 1, 1)? != kernel {
-        return Err(site.shape(format!("kernel_shape differs from the weights {}", shape::display(&given))));
-    }
-    let strides = call.ints("strides")?;
-    let strides: [usize; 2] = sizes(&site, "strides", strides, line, 1, 1)?;
-    let dilations = call.ints("dilations")?;
-    let dilations: [usize; 2] = sizes(&site, "dilations", dilations, line, 1, 1)?;
-    let extra = call.ints("output_padding")?;
-    let extra: [usize; 2] = sizes(&site, "output_padding", extra, line, 0, 0)?;
-    let pads = call.ints("pads")?;
-    let output = call.ints("output_shape")?;
-    let mode = call.string("auto_pad")?.unwrap_or_default();
-    call.finish(3)?;
-    let mut full = [0; 2];
-    for a in 0..2 {
-        let reach = dilations[a] * (kernel[a] - 1) + 1;
-        full[a] = (size[a] - 1)
-            .checked_mul(strides[a])
-            .and_then(|steps| steps.checked_add(reach))
-            .ok_or_else(|| site.shape("its output is too large"))?;
-    }
-    let wanted: Option<[usize; 2]> = match (mode.as_str(), output) {
-        (_, Some(output)) => Some(sizes(&site, "output_shape", Some(output), line, 1, 1)?),
-        ("SAME_UPPER" | "SAME_LOWER", None) => Some([0, 1].map(|a| size[a].saturating_mul(strides[a]))),
-        ("" | "NOTSET" | "VALID", None) => None,
-        (mode, None) => return Err(site.form(format!("auto_pad = {mode:?} is not known"))),
-    };
-    let (before, after) = match (wanted, pads) {
-        (None, None) => ([0; 2], [0; 2]),
-        (None, Some(pads)) => both_sides(&site, &pads, line)?,
-        (Some(wanted), _) => {
-            let mut total = [0; 2];
-            for a in 0..2 {
-                total[a] = (full[a] + extra[a])
-                    .checked_sub(wanted[a])
-                    .ok_or_else(|| site.shape(format!("an output of {wanted:?} exceeds {full:?}")))?;
-            }
-            let (less, more) = (total.map(|t| t / 2), total.map(|t| t.div_ceil(2)));
-            if mode == "SAME_UPPER" { (less, more) } else { (more, less) }
-        }
-    };
-    let spec = ConvSpec { strides, padding: [0; 2], dilations, groups };
-    let out_channels = group_channels.saturating_mul(groups);
-    let dims = vec![rows, Dim::Fixed(out_channels), Dim::Fixed(full[0]), Dim::Fixed(full[1])];
-    let mut out = b.push(Op::ConvTranspose(spec), &[input, weight], dims, &site)?;
-    let mut missing = [0; 2];
-    for a in 0..2 {
-        let end = (full[a] + extra[a]).saturating_sub(after[a]);
-        missing[a] = end.saturating_sub(full[a]);
-        let kept = end.min(full[a]).saturating_sub(before[a]);
-        out = b.slice(out, a + 2, before[a].min(full[a]), kept, &site)?;
-    }
-    out = surround_spatial(b, &site, out, &[0; 2], &missing, 0.0)?;
-    if let Some(bias) = bias {
-        out = add_bias(b, &site, out, bias)?;
-    }
-    restore(b, &site, out, line)
 }
 
 /// How a pool joins the elements of a window.

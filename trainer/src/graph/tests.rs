@@ -3,6 +3,7 @@
 mod elements;
 mod exported;
 mod positions;
+mod spatial;
 
 use millrace_bundle::onnx::{
     ModelProto, StringStringEntryProto, TensorProto, tensor_proto, tensor_shape_proto, type_proto,

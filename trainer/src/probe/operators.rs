@@ -48,6 +48,7 @@ pub(crate) fn all() -> Vec<Case> {
     cases.extend(spatial::convolutions());
     cases.extend(spatial::pools());
     cases.extend(spatial::transposes());
+    cases.extend(spatial::folds());
     cases.extend(spatial::resizes());
     cases
 }

@@ -149,8 +149,45 @@ fn unfit_ellipses_and_samplings_are_refused() {
         probe.finish(&output)
     };
     Graph::read(&sample(vec![], &[-1, 2, 2, 2])).unwrap();
-    refused(&sample(vec![text("mode", "cubic")], &[-1, 2, 2, 2]), "mode = \"cubic\"");
-    refused(&sample(vec![text("padding_mode", "reflection")], &[-1, 2, 2, 2]), "\"reflection\"");
+    Graph::read(&sample(vec![text("mode", "cubic")], &[-1, 2, 2, 2])).unwrap();
+    refused(&sample(vec![text("mode", "lanczos")], &[-1, 2, 2, 2]), "mode = \"lanczos\"");
+    refused(&sample(vec![text("padding_mode", "wrap")], &[-1, 2, 2, 2]), "\"wrap\"");
     refused(&sample(vec![], &[-1, 8]), "an image");
     refused(&sample(vec![], &[-1, 2, 1, 4]), "an image");
+}
+
+/// A lookup in five rows at positions that are computed from four tokens.
+fn at_tokens(build: impl FnOnce(&mut Probe) -> String) -> ModelProto {
+    let mut probe = Probe::new(17, &[4]);
+    probe.of_integers();
+    let table = probe.param(&[5, 2]);
+    let places = build(&mut probe);
+    let output = probe.node("Gather", &[&table, &places], vec![]);
+    probe.finish(&output)
+}
+
+#[test]
+fn computed_positions_bound_the_tokens_or_are_refused() {
+    let tokens = |model: &ModelProto| Graph::read(model).unwrap().inputs()[0].below.clone().unwrap();
+    let bent = |op: &'static str, other: i64| {
+        at_tokens(|p| {
+            let other = p.index(other);
+            p.node(op, &["x", &other], vec![])
+        })
+    };
+    // The smaller one is within the table for any token.
+    assert_eq!(tokens(&bent("Min", 4)), [1 << 24; 4]);
+    // A position may count from the end.
+    assert_eq!(tokens(&bent("Sub", 5)), [5; 4]);
+    for (op, other) in [("Add", 1), ("Mul", 2), ("Sub", 6), ("Max", 5), ("Div", 2), ("Mul", i64::MAX)] {
+        refused(&bent(op, other), "range is not known");
+    }
+    let of_many = at_tokens(|p| {
+        let mut places = "x".to_owned();
+        for _ in 0..1000 {
+            places = p.node("Abs", &[&places], vec![]);
+        }
+        places
+    });
+    refused(&of_many, "range is not known");
 }

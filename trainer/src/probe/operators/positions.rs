@@ -32,6 +32,7 @@ fn zeros(p: &mut Probe, x: &str) -> String {
 pub(super) fn positions() -> Vec<Case> {
     let mut cases = searches();
     cases.extend(gathers());
+    cases.extend(computed());
     cases.extend(scatters());
     cases.extend(samples());
     for (equation, row, weight) in [
@@ -51,6 +52,47 @@ pub(super) fn positions() -> Vec<Case> {
         }));
     }
     cases
+}
+
+/// Rows of a table at whole numbers that are computed from tokens.
+fn computed() -> Vec<Case> {
+    let places = case("Gather at the places of tokens that are no padding", 17, &[6], |p, x| {
+        p.of_integers();
+        let table = p.param(&[8, 3]);
+        let (padding, axis) = (p.index(1), p.index(1));
+        let is_padding = p.node("Equal", &[x, &padding], vec![]);
+        let counts = p.node("Not", &[&is_padding], vec![]);
+        let counts = p.node("Cast", &[&counts], vec![int("to", 7)]);
+        let sums = p.node("CumSum", &[&counts, &axis], vec![]);
+        let places = p.node("Mul", &[&sums, &counts], vec![]);
+        let places = p.node("Add", &[&places, &padding], vec![]);
+        p.node("Gather", &[&table, &places], vec![])
+    });
+    // As tf2onnx writes an embedding: what is negative counts from the end.
+    let turned = case("Gather at tokens from both ends", 17, &[4], |p, x| {
+        p.of_integers();
+        let table = p.param(&[5, 2]);
+        let (zero, size) = (p.index(0), p.index(5));
+        let below = p.node("Less", &[x, &zero], vec![]);
+        let above = p.node("Not", &[&below], vec![]);
+        let [below, above] = [below, above].map(|flag| p.node("Cast", &[&flag], vec![int("to", 7)]));
+        let moved = p.node("Add", &[x, &size], vec![]);
+        let first = p.node("Mul", &[&moved, &below], vec![]);
+        let second = p.node("Mul", &[x, &above], vec![]);
+        let places = p.node("Add", &[&first, &second], vec![]);
+        p.node("Gather", &[&table, &places], vec![])
+    });
+    let chosen = case("Gather at a choice, from the end", 17, &[4], |p, x| {
+        p.of_integers();
+        let table = p.param(&[5, 2]);
+        let (three, two) = (p.index(3), p.index(2));
+        let is_three = p.node("Equal", &[x, &three], vec![]);
+        let moved = p.node("Sub", &[x, &three], vec![]);
+        let least = p.node("Min", &[&moved, &two], vec![]);
+        let places = p.node("Where", &[&is_three, &two, &least], vec![]);
+        p.node("Gather", &[&table, &places], vec![])
+    });
+    vec![places, turned, chosen]
 }
 
 fn searches() -> Vec<Case> {
@@ -179,22 +221,51 @@ fn samples() -> Vec<Case> {
         (16, "bilinear", "border", 1),
         (20, "linear", "zeros", 1),
         (20, "linear", "border", 0),
+        (20, "linear", "reflection", 0),
+        (16, "bilinear", "reflection", 1),
         (20, "nearest", "zeros", 0),
         (16, "nearest", "border", 1),
+        (20, "nearest", "reflection", 0),
+        (20, "cubic", "zeros", 0),
+        (16, "bicubic", "border", 1),
+        (20, "cubic", "reflection", 0),
     ];
     let sample = |(opset, mode, padding, aligned): (i64, &'static str, &'static str, i64)| {
-        case(&format!("GridSample {mode} {padding} {aligned}"), opset, &[2, 4, 3], move |p, x| {
-            let image = scaled(p, x, &[2, 4, 3]);
-            // The places depend on the rows: [rows, 24] · [24, 12], up to beyond the edges.
-            let weight = p.param(&[24, 12]);
-            let flat = p.node("Flatten", &[x], vec![]);
-            let moved = p.node("MatMul", &[&flat, &weight], vec![]);
-            let shape = p.shape(&[-1, 3, 2, 2]);
-            let grid = p.node("Reshape", &[&moved, &shape], vec![]);
-            let attributes =
-                vec![text("mode", mode), text("padding_mode", padding), int("align_corners", aligned)];
-            p.node("GridSample", &[&image, &grid], attributes)
-        })
+        sampled(opset, &[2, 4, 3], &[-1, 3, 2, 2], [mode, padding], aligned)
     };
-    forms.into_iter().map(sample).collect()
+    let mut cases: Vec<Case> = forms.into_iter().map(sample).collect();
+    for (mode, padding, aligned) in
+        [("linear", "zeros", 0), ("linear", "reflection", 1), ("nearest", "border", 0)]
+    {
+        cases.push(sampled(20, &[2, 2, 3, 2], &[-1, 1, 2, 2, 3], [mode, padding], aligned));
+    }
+    for (aligned, row, sizes) in
+        [(0, [2, 3], &[2, 3, 4][..]), (1, [2, 3], &[1, 2, 3]), (0, [3, 4], &[2, 1, 3, 2])]
+    {
+        cases.push(case(&format!("AffineGrid {aligned} {row:?}"), 20, &row, |p, x| {
+            let maps = scaled(p, x, &row);
+            // The size begins with the rows.
+            let shape = p.node("Shape", &[x], vec![int("end", 1)]);
+            let rest = p.shape(sizes);
+            let size = p.node("Concat", &[&shape, &rest], vec![int("axis", 0)]);
+            p.node("AffineGrid", &[&maps, &size], vec![int("align_corners", aligned)])
+        }));
+    }
+    cases
+}
+
+/// A GridSample of the input at places that depend on the rows, up to beyond the edges.
+fn sampled(opset: i64, row: &[i64], places: &[i64], [mode, padding]: [&str; 2], aligned: i64) -> Case {
+    case(&format!("GridSample {mode} {padding} {aligned} {}d", places.len() - 2), opset, row, |p, x| {
+        let image = scaled(p, x, row);
+        let elements = row.iter().product();
+        let weight = p.param(&[elements, places[1..].iter().product()]);
+        let flat = p.node("Flatten", &[x], vec![]);
+        let moved = p.node("MatMul", &[&flat, &weight], vec![]);
+        let shape = p.shape(places);
+        let grid = p.node("Reshape", &[&moved, &shape], vec![]);
+        let attributes =
+            vec![text("mode", mode), text("padding_mode", padding), int("align_corners", aligned)];
+        p.node("GridSample", &[&image, &grid], attributes)
+    })
 }

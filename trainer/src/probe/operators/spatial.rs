@@ -240,12 +240,27 @@ pub(super) fn transposes() -> Vec<Case> {
         ("grouped", &[4, 3, 3], &[4, 2, 2, 2], 4, vec![twos(), int("group", 2)]),
         ("dilated", &[2, 3, 3], &[2, 2, 2, 2], 2, vec![ints("dilations", &[2, 1])]),
         ("to a shape", &[2, 3, 3], &[2, 2, 3, 3], 2, vec![twos(), ints("output_shape", &[6, 6])]),
+        ("to a larger shape", &[2, 3, 3], &[2, 2, 1, 2], 2, vec![twos(), ints("output_shape", &[6, 7])]),
         (
             "1d",
             &[3, 4],
             &[3, 2, 3],
             2,
             vec![ints("strides", &[2]), ints("pads", &[1, 1]), ints("output_padding", &[1])],
+        ),
+        ("3d", &[2, 2, 3, 2], &[2, 2, 2, 1, 3], 2, vec![]),
+        (
+            "3d full",
+            &[4, 2, 2, 3],
+            &[4, 1, 2, 3, 2],
+            2,
+            vec![
+                int("group", 2),
+                ints("strides", &[2, 1, 3]),
+                ints("dilations", &[1, 2, 1]),
+                ints("pads", &[0, 1, 1, 1, 0, 0]),
+                ints("output_padding", &[1, 0, 2]),
+            ],
         ),
     ];
     forms
@@ -261,8 +276,67 @@ pub(super) fn transposes() -> Vec<Case> {
         .collect()
 }
 
+/// Sums of blocks in an image.
+pub(super) fn folds() -> Vec<Case> {
+    type Form = (&'static str, &'static [i64], &'static [i64], &'static [i64], Vec<AttributeProto>);
+    let forms: Vec<Form> = vec![
+        ("apart", &[8, 4], &[4, 4], &[2, 2], vec![ints("strides", &[2, 2])]),
+        (
+            "over one another",
+            &[12, 12],
+            &[5, 4],
+            &[3, 2],
+            vec![ints("strides", &[2, 1]), ints("pads", &[1, 0, 1, 1])],
+        ),
+        (
+            "dilated, with a rest",
+            &[4, 4],
+            &[6, 6],
+            &[2, 2],
+            vec![ints("dilations", &[2, 2]), ints("strides", &[3, 2])],
+        ),
+        ("1d", &[6, 4], &[8], &[3], vec![ints("strides", &[2]), ints("pads", &[0, 1])]),
+    ];
+    forms
+        .into_iter()
+        .map(|(name, row, image, block, attributes)| {
+            case(&format!("Col2Im {name}"), 18, row, |p, x| {
+                let w = p.param(row);
+                let scaled = p.node("Mul", &[x, &w], vec![]);
+                let (image, block) = (p.shape(image), p.shape(block));
+                p.node("Col2Im", &[&scaled, &image, &block], attributes)
+            })
+        })
+        .collect()
+}
+
 pub(super) fn resizes() -> Vec<Case> {
     let mut cases = Vec::new();
+    for (mode, coordinates, outside, size, factor) in [
+        ("linear", "half_pixel", 0, [3, 5], [0.5, 1.5]),
+        ("linear", "half_pixel", 1, [8, 7], [0.5, 0.7]),
+        ("linear", "align_corners", 1, [6, 4], [0.5, 0.5]),
+        ("cubic", "half_pixel", 1, [7, 5], [0.5, 2.0]),
+        ("cubic", "asymmetric", 0, [9, 4], [0.4, 0.75]),
+    ] {
+        cases.push(case(
+            &format!("Resize with antialias {mode} {coordinates} {outside}"),
+            18,
+            &[1, size[0], size[1]],
+            |p, x| {
+                let w = p.param(&[size[1]]);
+                let scaled = p.node("Mul", &[x, &w], vec![]);
+                let scales = p.param_of(&[4], [&[1.0, 1.0], &factor[..]].concat());
+                let attributes = vec![
+                    text("mode", mode),
+                    text("coordinate_transformation_mode", coordinates),
+                    int("antialias", 1),
+                    int("exclude_outside", outside),
+                ];
+                p.node("Resize", &[&scaled, "", &scales], attributes)
+            },
+        ));
+    }
     for (mode, coordinates, nearest) in [
         ("nearest", "asymmetric", "floor"),
         ("nearest", "half_pixel", "round_prefer_floor"),

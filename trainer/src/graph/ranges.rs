@@ -1,0 +1,230 @@
+//! Ranges of whole numbers that a graph computes, so that positions in a table are known to lie within it.
+//!
+//! Exporters compute positions from tokens: the place of each token that is no padding, or the token itself unless it
+//! is negative. Their range follows from those of the model's inputs, from constants, and from comparisons, which give 0
+//! or 1. Only operations are followed that float32 computes without rounding, within [`EXACT`].
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use super::arithmetic::{choose, compare_values, map};
+use super::builder::{Builder, NodeRef};
+use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId};
+
+/// Most values that one search visits, and how deep it goes.
+const VISITED_MAX: usize = 256;
+
+/// Largest magnitude of whole numbers that float32 tells apart.
+const EXACT: f64 = (1u32 << 24) as f64;
+
+/// Largest magnitude that products of matrices may reach: they are computed in 16 bits where a job asks for that.
+const EXACT_PRODUCT: f64 = 256.0;
+
+/// The smallest and the largest element of a value.
+pub(super) type Range = (f64, f64);
+
+/// The range of a value of whole numbers; `None` if nothing bounds it.
+pub(super) fn range(b: &Builder, value: ValueId) -> Option<Range> {
+    Search { b, below: u32::MAX, visited: HashMap::new(), origins: Vec::new() }.range(value)
+}
+
+/// Computed positions that lie in a table of `size` rows, and whether any of them may have counted from its end.
+/// `None` if they may lie outside. Inputs that the positions are computed from get the bound `size` where it takes one.
+pub(super) fn within(
+    b: &mut Builder,
+    site: &NodeRef,
+    positions: ValueId,
+    size: u32,
+) -> Result<Option<(ValueId, bool)>, GraphError> {
+    let limit = f64::from(size);
+    let fits = |range: &Range| range.0 >= -limit && range.1 < limit;
+    let mut found = range(b, positions).filter(fits);
+    if found.is_none() {
+        let mut search = Search { b, below: size, visited: HashMap::new(), origins: Vec::new() };
+        found = search.range(positions).filter(fits);
+        if found.is_some() {
+            for (origin, _) in search.origins {
+                for place in origin.iter() {
+                    let below = &mut b.index_bounds[*place as usize];
+                    *below = (*below).min(size);
+                }
+            }
+        }
+    }
+    let Some((low, _)) = found else { return Ok(None) };
+    if low >= 0.0 {
+        return Ok(Some((positions, false)));
+    }
+    let zero = b.scalar(0.0, site)?;
+    let below = compare_values(b, site, Compare::Less, positions, zero)?;
+    let turned = map(b, site, Unary::Shift(size as f32), positions)?;
+    Ok(Some((choose(b, site, below, turned, positions)?, true)))
+}
+
+struct Search<'a> {
+    b: &'a Builder,
+    /// A bound that the inputs are taken to have, besides their own.
+    below: u32,
+    visited: HashMap<ValueId, Option<Range>>,
+    /// The places of the inputs that were read, and their ranges.
+    origins: Vec<(Rc<[u32]>, Range)>,
+}
+
+impl Search<'_> {
+    fn range(&mut self, value: ValueId) -> Option<Range> {
+        if let Some(known) = self.visited.get(&value) {
+            return *known;
+        }
+        if self.visited.len() >= VISITED_MAX {
+            return None;
+        }
+        // A value that is being searched does not depend on itself.
+        self.visited.insert(value, None);
+        let found = self.found(value).filter(|(low, high)| low.abs() <= EXACT && high.abs() <= EXACT);
+        self.visited.insert(value, found);
+        found
+    }
+
+    fn found(&mut self, value: ValueId) -> Option<Range> {
+        let b = self.b;
+        if let Some(origin) = b.origins.get(&value) {
+            if let Some((_, known)) = self.origins.iter().find(|(seen, _)| Rc::ptr_eq(seen, origin)) {
+                return Some(*known);
+            }
+            let largest = origin.iter().map(|place| b.index_bounds[*place as usize].min(self.below)).max()?;
+            let found = (0.0, f64::from(largest) - 1.0);
+            self.origins.push((Rc::clone(origin), found));
+            return Some(found);
+        }
+        if let Source::Constant(elements) = &b.values[value].source {
+            let is_whole = |element: &f32| element.is_finite() && element.fract() == 0.0;
+            if !elements.iter().all(is_whole) {
+                return None;
+            }
+            return elements.iter().map(|element| f64::from(*element)).map(|at| (at, at)).reduce(union);
+        }
+        let node = b.node_of(value)?;
+        let inputs = &node.inputs[..];
+        match &node.op {
+            Op::Rank { axis, .. } => {
+                let size = b.dims(inputs[0])[*axis].at(1);
+                Some((0.0, size as f64 - 1.0))
+            }
+            Op::Compare(_) => Some(self.comparison(value)),
+            Op::Where => {
+                let (first, second) = (self.range(inputs[1]), self.range(inputs[2]));
+                match self.range(inputs[0]) {
+                    Some((low, high)) if low > 0.0 || high < 0.0 => first,
+                    Some((0.0, 0.0)) => second,
+                    _ => Some(union(first?, second?)),
+                }
+            }
+            Op::Binary(kind) => {
+                let (first, second) = (self.range(inputs[0])?, self.range(inputs[1])?);
+                binary(*kind, first, second)
+            }
+            Op::Unary(kind) => unary(*kind, self.range(inputs[0])?),
+            Op::Concat(_) => {
+                let mut all = self.range(*inputs.first()?)?;
+                for input in &inputs[1..] {
+                    all = union(all, self.range(*input)?);
+                }
+                Some(all)
+            }
+            Op::Pad { value, .. } => {
+                let inside = self.range(inputs[0])?;
+                let around = f64::from(*value);
+                (around.fract() == 0.0).then(|| union(inside, (around, around)))
+            }
+            Op::Sum(axes) => {
+                let mut count = 1.0;
+                for axis in axes {
+                    let Dim::Fixed(size) = b.dims(inputs[0])[*axis] else { return None };
+                    count *= size as f64;
+                }
+                let (low, high) = self.range(inputs[0])?;
+                Some((low * count, high * count))
+            }
+            // A sum along an axis is a product with zeros and ones.
+            Op::MatMul => {
+                let Some(Dim::Fixed(size)) = b.dims(inputs[0]).last() else { return None };
+                let size = *size as f64;
+                let (first, second) = (self.range(inputs[0])?, self.range(inputs[1])?);
+                let (low, high) = union(binary(Binary::Mul, first, second)?, (0.0, 0.0));
+                let largest = [first.0, first.1, second.0, second.1, low * size, high * size];
+                let is_exact = largest.iter().all(|side| side.abs() <= EXACT_PRODUCT);
+                is_exact.then_some((low * size, high * size))
+            }
+            Op::Max(_) | Op::Pick(_) => self.range(inputs[0]),
+            op if op.moves() => self.range(inputs[0]),
+            _ => None,
+        }
+    }
+
+    /// The range of a comparison, which is one number where those of its sides tell them apart.
+    fn comparison(&mut self, value: ValueId) -> Range {
+        let Some(node) = self.b.node_of(value) else { return (0.0, 1.0) };
+        let Op::Compare(kind) = node.op else { return (0.0, 1.0) };
+        let (Some(first), Some(second)) = (self.range(node.inputs[0]), self.range(node.inputs[1])) else {
+            return (0.0, 1.0);
+        };
+        let (always, never) = match kind {
+            Compare::Equal => {
+                let are_one = first.0 == first.1 && first == second;
+                (are_one, first.1 < second.0 || second.1 < first.0)
+            }
+            Compare::Less => (first.1 < second.0, first.0 >= second.1),
+            Compare::LessOrEqual => (first.1 <= second.0, first.0 > second.1),
+        };
+        match (always, never) {
+            (true, _) => (1.0, 1.0),
+            (_, true) => (0.0, 0.0),
+            _ => (0.0, 1.0),
+        }
+    }
+}
+
+fn union(first: Range, second: Range) -> Range {
+    (first.0.min(second.0), first.1.max(second.1))
+}
+
+fn binary(kind: Binary, (a, c): Range, (d, e): Range) -> Option<Range> {
+    Some(match kind {
+        Binary::Add => (a + d, c + e),
+        Binary::Sub => (a - e, c - d),
+        Binary::Mul => {
+            let sides = [a * d, a * e, c * d, c * e];
+            let extreme = |start: f64, pick: fn(f64, f64) -> f64| sides.into_iter().fold(start, pick);
+            (extreme(f64::INFINITY, f64::min), extreme(f64::NEG_INFINITY, f64::max))
+        }
+        Binary::Max => (a.max(d), c.max(e)),
+        Binary::Min => (a.min(d), c.min(e)),
+        Binary::Div | Binary::Pow => return None,
+    })
+}
+
+fn unary(kind: Unary, (low, high): Range) -> Option<Range> {
+    let is_whole = |factor: f32| factor.is_finite() && factor.fract() == 0.0;
+    Some(match kind {
+        Unary::Scale(factor) if is_whole(factor) => {
+            return binary(Binary::Mul, (low, high), (f64::from(factor), f64::from(factor)));
+        }
+        Unary::Shift(offset) if is_whole(offset) => (low + f64::from(offset), high + f64::from(offset)),
+        Unary::Neg => (-high, -low),
+        Unary::Abs if low >= 0.0 => (low, high),
+        Unary::Abs => (0.0, high.max(-low)),
+        Unary::Relu => (low.max(0.0), high.max(0.0)),
+        Unary::Clip(least, most) => {
+            let side = |bound: f32| bound.is_infinite() || bound.fract() == 0.0;
+            if !side(least) || !side(most) {
+                return None;
+            }
+            let (least, most) = (f64::from(least), f64::from(most));
+            (low.max(least).min(most), high.max(least).min(most))
+        }
+        Unary::Sign => (low.signum().min(0.0).max(-1.0), high.signum().max(0.0)),
+        // They change no whole number.
+        Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc => (low, high),
+        _ => return None,
+    })
+}
