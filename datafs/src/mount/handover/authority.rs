@@ -1,9 +1,9 @@
 //! Authority of a holder's clients: the folders that each may mount on, and the mounts that each may use.
 //!
-//! Root and the holder's own user are trusted. Another user that is permitted may mount on folders below those of
-//! [`HolderOptions::below`](super::HolderOptions::below), and on folders that it owns. It may not ask for
-//! set-user-ID bits and device nodes, and uses only its own mounts. Trusted users may mount anywhere unless there
-//! are such folders.
+//! Root and the holder's own user are trusted. With folders of [`HolderOptions::below`](super::HolderOptions::below),
+//! each user mounts below those and nowhere else. Without them, trusted users mount anywhere, and another user that is
+//! permitted mounts on folders that it owns. That user may not ask for set-user-ID bits and device nodes, and uses only
+//! its own mounts.
 
 use std::fs;
 use std::io;
@@ -39,6 +39,16 @@ impl Rights {
     }
 }
 
+/// The users that share one limit of connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Share {
+    Trusted,
+    /// The user that is permitted besides.
+    Permitted,
+    /// All others.
+    Refused,
+}
+
 /// The rules of a holder.
 #[derive(Debug)]
 pub(super) struct Authority {
@@ -55,9 +65,18 @@ impl Authority {
         Ok(Authority { uid, below: below.iter().map(resolved).collect::<Result<_, _>>()? })
     }
 
+    /// The users with whom a user shares the limit of connections.
+    pub(super) fn share_of(&self, uid: u32) -> Share {
+        match Rights::of(uid).is_trusted {
+            true => Share::Trusted,
+            false if Some(uid) == self.uid => Share::Permitted,
+            false => Share::Refused,
+        }
+    }
+
     /// Whether a user may connect.
     pub(super) fn permits(&self, uid: u32) -> bool {
-        Rights::of(uid).is_trusted || Some(uid) == self.uid
+        self.share_of(uid) != Share::Refused
     }
 
     fn is_below(&self, target: &Path) -> bool {
@@ -74,8 +93,11 @@ impl Authority {
         if !rights.is_trusted && (wish.suid || wish.dev) {
             return Err(format!("user {} may not mount with --suid or --dev, only root may", rights.uid));
         }
-        if rights.is_trusted && !self.below.is_empty() && !self.is_below(target) {
-            return Err(format!("{} is not below a folder of the holder's --allow-below", target.display()));
+        if !self.below.is_empty() && !self.is_below(target) {
+            return Err(format!(
+                "cannot mount on {}: it is not below a folder of the holder's --allow-below",
+                target.display()
+            ));
         }
         Ok(())
     }
@@ -94,9 +116,9 @@ impl Authority {
         }
         match place.owner() {
             Ok(owner) if owner == rights.uid => Ok(()),
-            Ok(_) => {
-                refused("it belongs to another user, and is not below a folder of the holder's --allow-below")
-            }
+            Ok(_) => refused(
+                "it belongs to another user; mount on your own folder, or start the holder with --allow-below",
+            ),
             Err(error) => refused(&error.to_string()),
         }
     }
@@ -136,16 +158,21 @@ mod tests {
             authority.check_wish(ROOT, &wish, at).unwrap();
         }
         assert!(authority.permits(OTHER.uid) && authority.permits(0) && !authority.permits(OTHER.uid - 1));
+        let shares = [0, OTHER.uid, OTHER.uid - 1].map(|uid| authority.share_of(uid));
+        assert_eq!(shares, [Share::Trusted, Share::Permitted, Share::Refused]);
     }
 
     #[test]
-    fn folders_of_mount_points_bind_trusted_users_as_well() {
+    fn folders_of_mount_points_bind_all_users() {
         let dir = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(dir.path()).unwrap();
-        let authority = Authority::new(None, std::slice::from_ref(&root)).unwrap();
-        authority.check_wish(ROOT, &wish(&root), &root.join("a/b")).unwrap();
-        for outside in [root.clone(), root.parent().unwrap().join("x")] {
-            assert!(authority.check_wish(ROOT, &wish(&outside), &outside).is_err());
+        let authority = Authority::new(Some(OTHER.uid), std::slice::from_ref(&root)).unwrap();
+        for rights in [ROOT, OTHER] {
+            authority.check_wish(rights, &wish(&root), &root.join("a/b")).unwrap();
+            for outside in [root.clone(), root.parent().unwrap().join("x")] {
+                let refused = authority.check_wish(rights, &wish(&outside), &outside).unwrap_err();
+                assert!(refused.contains("--allow-below"), "{refused}");
+            }
         }
         assert!(!authority.creates(ROOT));
         assert!(Authority::new(None, &[]).unwrap().creates(ROOT));

@@ -7,8 +7,8 @@
 //!
 //! Permitted are root, the holder's own user and the user given at the start, within the rules of
 //! [`authority`](super::authority). A client may send
-//! [`MESSAGE_BYTES_MAX`](super::wire::MESSAGE_BYTES_MAX) bytes a request; a holder serves [`CONNECTIONS_MAX`]
-//! connections and [`MOUNTS_MAX`] mounts.
+//! [`MESSAGE_BYTES_MAX`](super::wire::MESSAGE_BYTES_MAX) bytes a request; a holder serves [`MOUNTS_MAX`] mounts. Trusted
+//! users and the user given at the start each have their share of the connections.
 //!
 //! A mount whose path was detached while files are open is set aside: its server serves those files to their end, and
 //! the path is free for another mount.
@@ -16,7 +16,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,14 +24,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use millrace_leaf::error_chain;
-use nix::errno::Errno;
 use nix::fcntl::OFlag;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Backlog, bind, listen};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::authority::{Authority, Rights};
-use super::connection;
+use super::authority::{Authority, Rights, Share};
 use super::device;
 use super::journal::Journal;
 use super::peer::{self, Peer};
@@ -41,12 +38,11 @@ use super::wire::{Wire, seqpacket, with_address};
 use crate::error::{Error, Result};
 use crate::mount::fuse::point::{self, Attach};
 
+mod admission;
 mod backing;
 
 /// Most mounts of a holder.
 const MOUNTS_MAX: usize = 1_024;
-/// Most connections at a time.
-pub(super) const CONNECTIONS_MAX: usize = 2 * MOUNTS_MAX;
 /// How long a planned handover waits for the running server. Then the holder kills it, as in a crash.
 const HANDOVER_MAX: Duration = Duration::from_secs(60);
 /// How long a request waits for another one for the same path.
@@ -96,7 +92,8 @@ struct State {
     mounts: BTreeMap<PathBuf, Held>,
     /// Served mounts without a path, by the connection of the server.
     aside: BTreeMap<u64, Held>,
-    connections: usize,
+    /// The share that each connection takes a place of.
+    connections: BTreeMap<u64, Share>,
     next: u64,
 }
 
@@ -189,7 +186,7 @@ impl Holder {
         let to = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("datafs-holder".into())
-            .spawn(move || accept(&listener, &stop, &to))
+            .spawn(move || admission::accept(&listener, &stop, &to))
             .map_err(failed)?;
         Ok(Holder { shared, socket: socket.to_owned(), ending: Some(ending), thread: Some(thread) })
     }
@@ -252,58 +249,11 @@ impl Drop for Holder {
     }
 }
 
-fn accept(listener: &OwnedFd, stop: &OwnedFd, shared: &Arc<Shared>) {
-    loop {
-        let mut ready =
-            [PollFd::new(listener.as_fd(), PollFlags::POLLIN), PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut ready, PollTimeout::NONE) {
-            Err(Errno::EINTR) => continue,
-            Err(error) => {
-                tracing::error!(
-                    error = error_chain::one_line(&error),
-                    "a holder accepts no more connections"
-                );
-                return;
-            }
-            // The other end of the pipe is closed.
-            Ok(_) if ready[1].revents().is_some_and(|events| !events.is_empty()) => return,
-            Ok(_) => {}
-        }
-        let wire = match connection::accept(listener) {
-            Ok(wire) => wire,
-            Err(error) => {
-                tracing::debug!(%error, "a connection to a holder was not accepted");
-                continue;
-            }
-        };
-        let Some(number) = shared.connects() else {
-            tracing::warn!(connections = CONNECTIONS_MAX, "too many connections to a holder");
-            continue;
-        };
-        let to = Arc::clone(shared);
-        let thread = std::thread::Builder::new().name("datafs-holder-of".into());
-        if let Err(error) = thread.spawn(move || connection::serve(&to, number, &wire)) {
-            tracing::warn!(error = error_chain::one_line(&error), "a connection to a holder is not served");
-            shared.disconnects(number);
-        }
-    }
-}
-
 impl Shared {
-    fn connects(&self) -> Option<u64> {
-        let mut state = self.state.lock();
-        if state.connections >= CONNECTIONS_MAX {
-            return None;
-        }
-        state.connections += 1;
-        state.next += 1;
-        Some(state.next)
-    }
-
     /// A connection has ended, and with it the server that it was.
     pub(super) fn disconnects(&self, connection: u64) {
         let mut state = self.state.lock();
-        state.connections -= 1;
+        state.connections.remove(&connection);
         if let Some(held) = state.aside.remove(&connection) {
             tracing::info!(target = %held.wish.target.display(), "the server of a detached mount has ended");
         }

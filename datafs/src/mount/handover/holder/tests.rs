@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::Read as _;
+use std::os::fd::AsFd as _;
 
 use nix::fcntl::open;
 use nix::mount::{MntFlags, umount2};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
 use nix::unistd::chown;
 
@@ -101,13 +103,29 @@ fn a_permitted_user_uses_its_own_mounts_only() {
 }
 
 #[test]
+fn connections_of_a_permitted_user_leave_places_for_trusted_users() {
+    let Some(fixture) = Fixture::new() else { return };
+    let shared = fixture.shared();
+    let [first, ..] = [Share::Permitted, Share::Refused].map(|share| {
+        let numbers: Vec<_> = (0..share.connections_max()).map(|_| shared.connects(share).unwrap()).collect();
+        assert_eq!(shared.connects(share), None);
+        numbers[0]
+    });
+    let trusted = shared.connects(Share::Trusted).expect("root cannot connect");
+    shared.disconnects(first);
+    assert!(shared.connects(Share::Permitted).is_some());
+    assert_eq!(shared.connects(Share::Permitted), None);
+    shared.disconnects(trusted);
+}
+
+#[test]
 fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
     let Some(fixture) = Fixture::new() else { return };
     let (shared, root) = (fixture.shared(), Rights::own());
     let at = fixture.folder("at", 0);
     let number = || point::find(&at).unwrap().map(|entry| entry.device);
     shared.mount(root, wish(&at)).unwrap();
-    shared.connects().unwrap();
+    shared.connects(Share::Trusted).unwrap();
     let (_, first_fds) = shared.attach(&Peer::for_test(1, root), &at, None, &|| false).unwrap();
     let first = number().unwrap();
     // By another process, while a program has its folder. Without one, the mount would end, and its number be used again.
@@ -131,7 +149,7 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
         shared.list(root),
         [HeldMount { spec: "v".into(), target: at.clone(), servers: 0, is_served: false }]
     );
-    shared.connects().unwrap();
+    shared.connects(Share::Trusted).unwrap();
     let (_, _second_fds) = shared.attach(&Peer::for_test(2, root), &at, None, &|| false).unwrap();
     drop(first_fds);
     shared.disconnects(1);
@@ -151,7 +169,7 @@ fn a_restarted_holder_adopts_a_device_only_at_its_own_mount() {
     let peers = [Peer::for_test(1, USER), Peer::for_test(2, root)];
     let [of_user, of_root] = [(USER, of_user), (root, of_root)].map(|(rights, at)| {
         fixture.shared().mount(rights, wish(&at)).unwrap();
-        fixture.shared().connects().unwrap();
+        fixture.shared().connects(Share::Trusted).unwrap();
         at
     });
     let (by_user, [user_device, user_journal, _user_control]) =
@@ -248,7 +266,7 @@ fn a_mount_whose_first_server_never_begins_is_taken_off() {
     let (shared, root) = (fixture.shared(), Rights::own());
     let [gone, served] = ["gone", "served"].map(|name| fixture.folder(name, 0));
     for (number, at) in [(1, &gone), (2, &served)] {
-        assert_eq!(shared.connects(), Some(number));
+        assert_eq!(shared.connects(Share::Trusted), Some(number));
         shared.mount_for(&Peer::for_test(number, root), wish(at)).unwrap();
     }
     let _fds = shared.attach(&Peer::for_test(2, root), &served, None, &|| false).unwrap();
@@ -265,7 +283,7 @@ fn servers_that_die_in_a_takeover_leave_no_sessions_behind() {
     let at = fixture.folder("at", 0);
     shared.mount(root, wish(&at)).unwrap();
     for number in 1..=100 {
-        assert_eq!(shared.connects(), Some(number));
+        assert_eq!(shared.connects(Share::Trusted), Some(number));
         let peer = Peer::for_test(number, root);
         let (attached, _) = shared.attach(&peer, &at, None, &|| false).unwrap();
         shared.session(number, number, None).unwrap();
