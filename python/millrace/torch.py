@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from millrace.division import dividing
 from millrace.errors import CorruptError, Error, UsageError
 from millrace.feed import _ENDLESS, Feed, Mixture
 from millrace.loading import Iteration, Progress, loop_key
@@ -154,6 +155,10 @@ class FeedDataset(IterableDataset):
     It yields whole batches, so the loader must not batch again: pass ``batch_size=None``; another one is refused. Takes
     the arguments of :class:`millrace.Feed`, with tensors by default.
 
+    Each rank reads its part of each batch, so no library must divide the batches among the processes again: most rows would
+    be lost. Loaders of ``Accelerator.prepare`` and the ``Trainer`` of Hugging Face, and ``sharding_filter`` of data pipes, are
+    refused where they would. Keep the loader out of ``prepare``, or pass ``rank=0, world=1``.
+
     The batches and their order are the same for every ``num_workers``. Of ``n`` workers, worker ``w`` reads batches
     ``w``, ``w + n``, ``w + 2n`` and so on, and the loader takes from the workers in turn. Each worker decodes the
     row groups that its batches touch, so several workers decode most of them several times. The feed decodes on
@@ -184,6 +189,12 @@ class FeedDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
+        try:
+            self._check_division(1 if info is None else info.num_workers)
+        except UsageError as error:
+            if info is None:
+                raise
+            return self._refuse(error)
         if _collates(sys._getframe(1)):
             return self._refuse(
                 UsageError(
@@ -236,6 +247,12 @@ class FeedDataset(IterableDataset):
         self.feed._is_over = is_empty
         self._begun, self._alone = (os.getpid(), iteration.start), iteration
         return is_empty
+
+    def _check_division(self, workers: int) -> None:
+        """Refuse callers that divide the batches again."""
+        again = dividing(sys._getframe(2), self.feed._arguments["world"], workers)
+        if again is not None:
+            raise UsageError(f"read {self.feed.dataset}: {again}")
 
     def _refuse(self, error: Error) -> Iterator[Any]:
         # An exception of a worker reaches the loop in the place of a batch; before one, it would end the worker.
@@ -364,6 +381,8 @@ class FeedDataset(IterableDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration at the first row of an epoch."""
+        # accelerate calls this in every process, and lets only the first one read: the others would wait for it.
+        self._check_division(1)
         self.feed.set_epoch(epoch)
         self._shared = self._begun = self._alone = None
         self._moved()
@@ -428,7 +447,10 @@ class FeedDataset(IterableDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if context.get_spawning_popen() is None:
+        if context.get_spawning_popen() is not None:
+            # The new process does not see what divides the batches here.
+            self._check_division(1)
+        else:
             # A copy is no worker of this process. It does not hear how far its workers are: it begins behind their loop.
             before = self._progress.begun(self._version)
             state.update(_progress=None, _version=0, _begun=None, _alone=None, _is_placed=False)
