@@ -119,6 +119,8 @@ pub struct JobConfig {
     pub lineage: bool,
     /// Destination of records that do not decode.
     pub dead_letter: DeadLetter,
+    /// Records without a value, which delete a key of a compacted topic or follow a delete of Debezium.
+    pub tombstones: Tombstones,
     /// Compression of the Parquet pages.
     pub compression: Compression,
     /// Longest value that is decoded, in bytes; at most 64 MiB. Longer ones become dead letters.
@@ -158,6 +160,17 @@ impl Default for DeadLetter {
     }
 }
 
+/// Handling of records without a value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tombstones {
+    /// Each becomes a dead letter.
+    #[default]
+    DeadLetters,
+    /// None of them lands. The report and a metric count them, and offsets pass them as any other record.
+    Skip,
+}
+
 /// Compression of Parquet pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -187,6 +200,7 @@ impl Default for JobConfig {
             partition_by_time: false,
             lineage: true,
             dead_letter: DeadLetter::default(),
+            tombstones: Tombstones::default(),
             compression: Compression::Zstd,
             record_bytes_max: Limits::default().record_bytes_max,
             depth_max: Limits::default().depth_max,
@@ -330,6 +344,11 @@ impl Job {
 
     pub(crate) fn topic(&self) -> &str {
         &self.config.topic
+    }
+
+    /// Whether the job leaves out a record with that value.
+    pub(crate) fn skips(&self, value: Option<&[u8]>) -> bool {
+        value.is_none() && self.config.tombstones == Tombstones::Skip
     }
 
     /// The schema to start with, given the stored one; `None`: infer it from records.

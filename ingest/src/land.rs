@@ -168,11 +168,22 @@ impl Lander {
 
     fn take(&mut self, input: Input) -> Result<()> {
         self.pending.since.get_or_insert_with(Instant::now);
-        if let (None, Input::Records(batch)) = (&self.layout, &input) {
-            self.buffered_bytes += self.records(batch)?.memory_total();
-            self.buffered_rows += batch.num_rows();
-        } else if self.layout.is_some() || self.buffered.is_empty() {
-            return self.land(input);
+        let sampled = match (&self.layout, &input) {
+            (None, Input::Records(batch)) => {
+                let records = self.records(batch)?;
+                Some((self.sample(&records).count(), records.memory_total()))
+            }
+            _ => None,
+        };
+        match sampled {
+            // Skipped tombstones alone neither decide the schema nor wait for it.
+            Some((0, _)) if self.buffered.is_empty() => return self.land(input),
+            Some((rows, bytes)) => {
+                self.buffered_rows += rows;
+                self.buffered_bytes += bytes;
+            }
+            None if self.layout.is_some() || self.buffered.is_empty() => return self.land(input),
+            None => {}
         }
         self.buffered.push(input);
         if self.buffered_rows >= self.job.config.infer_rows || self.buffered_bytes >= HELD_BYTES_MAX {
@@ -214,6 +225,11 @@ impl Lander {
         moves
     }
 
+    /// The values of a batch from which the schema is inferred and checked: not those that the job skips.
+    fn sample<'a>(&'a self, records: &'a Records<'_>) -> impl Iterator<Item = Option<&'a [u8]>> {
+        (0..records.len()).map(move |row| records.value(row)).filter(move |value| !self.job.skips(*value))
+    }
+
     /// Infers the schema from the records held back, then decodes them.
     fn decide_schema(&mut self) -> Result<()> {
         let mut inference = Inference::default();
@@ -221,8 +237,8 @@ impl Lander {
         for input in &self.buffered {
             let Input::Records(batch) = input else { continue };
             let records = self.records(batch)?;
-            for row in 0..records.len().min(self.job.config.infer_rows - rows) {
-                if let Some(value) = records.value(row) {
+            for value in self.sample(&records).take(self.job.config.infer_rows - rows) {
+                if let Some(value) = value {
                     inference.observe(value, &self.job.limits);
                 }
                 rows += 1;
@@ -250,8 +266,8 @@ impl Lander {
         for input in &self.buffered {
             let Input::Records(batch) = input else { continue };
             let batch = self.records(batch)?;
-            for row in 0..batch.len().min(self.job.config.infer_rows - records) {
-                if let Outcome::Rejected(reject) = decoder.decode(batch.value(row), &mut columns) {
+            for value in self.sample(&batch).take(self.job.config.infer_rows - records) {
+                if let Outcome::Rejected(reject) = decoder.decode(value, &mut columns) {
                     dead += 1;
                     why.get_or_insert(reject.reason);
                 }
@@ -296,6 +312,10 @@ impl Lander {
             let value = records.value(row);
             self.pending.bytes +=
                 (value.map_or(0, <[u8]>::len) + records.key(row).map_or(0, <[u8]>::len)) as u64;
+            if self.job.skips(value) {
+                self.pending.skipped += 1;
+                continue;
+            }
             match self.decode_record(partition, offset, records.timestamp_ms(row), value)? {
                 Some(reject) => {
                     *self.pending.dead.entry(reject.class).or_default() += 1;

@@ -11,14 +11,15 @@
 //! # Invariants
 //!
 //! - A record below the committed offset of its partition is in exactly one visible file, or is a
-//!   dead letter; a record at or above it is in none. Files, dead letters of a directory, offsets
+//!   dead letter, or is a tombstone that the job skips; a record at or above it is in none. Files, dead letters of a directory, offsets
 //!   and schema become visible together or not at all.
 //! - A second ingester on the same job takes it over; the first one's next publish fails as
 //!   [`Error::Fenced`] and changes nothing.
 //! - Offsets may have gaps: the committed position is the offset after the last one read, transaction
 //!   markers included.
-//! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds. A batch that
-//!   cannot be decoded counts as one record and is one dead letter, which names its offsets.
+//! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds. Only a job with
+//!   [`Tombstones::Skip`] leaves out records without a value, and counts them. A batch that cannot be decoded
+//!   counts as one record and is one dead letter, which names its offsets.
 //!
 //! - A folder of files or dead letters belongs to one job, with all below it; another one is refused as
 //!   [`Error::FolderTaken`], also when both start at the same time.
@@ -46,8 +47,8 @@
 //! which gives the reason: a number out of range, an integer that a float cannot hold, a fraction in an
 //! integer, a fixed list of another length, or `null` in a required column or inside a list. So does a
 //! missing required field, a field that occurs twice, a value over `record_bytes_max` or nested deeper than
-//! `depth_max`, or no value at all. So does a field without a column under a declared schema. An inferred
-//! schema gets a new nullable column instead, typed by that first value.
+//! `depth_max`, or no value at all (a tombstone, unless the job skips it). So does a field without a column
+//! under a declared schema. An inferred schema gets a new nullable column instead, typed by that first value.
 //!
 //! # Memory
 //!
@@ -84,7 +85,7 @@ mod progress;
 mod run;
 mod state;
 
-pub use config::{Config, DeadLetter, JobConfig};
+pub use config::{Config, DeadLetter, JobConfig, Tombstones};
 pub use error::{Error, FolderOwner, Result};
 pub use progress::{IngestReport, Progress, partition_lag};
 pub use run::{Until, run, run_with_progress};

@@ -14,6 +14,8 @@ use prometheus::{
 pub const LANDED_RECORDS: &str = "millrace_ingest_landed_records_total";
 /// Dead letters published. Labels: job, reason.
 pub const DEAD_LETTERS: &str = "millrace_ingest_dead_letters_total";
+/// Committed records without a value that the job skips. Label: job.
+pub const TOMBSTONES_SKIPPED: &str = "millrace_ingest_tombstones_skipped_total";
 /// Bytes of keys and values of committed records. Label: job.
 pub const COMMITTED_BYTES: &str = "millrace_ingest_committed_bytes_total";
 /// Files published, dead-letter files included. Label: job.
@@ -26,6 +28,7 @@ pub const LAG_RECORDS: &str = "millrace_ingest_lag_records";
 pub(crate) struct Metrics {
     pub(crate) landed: IntCounterVec,
     pub(crate) dead_letters: IntCounterVec,
+    pub(crate) skipped: IntCounterVec,
     pub(crate) bytes: IntCounterVec,
     pub(crate) files: IntCounterVec,
     pub(crate) commit_seconds: HistogramVec,
@@ -58,6 +61,11 @@ fn register() -> prometheus::Result<Metrics> {
     Ok(Metrics {
         landed: register_int_counter_vec!(LANDED_RECORDS, "Rows in published files", &["job"])?,
         dead_letters: register_int_counter_vec!(DEAD_LETTERS, "Dead letters published", &["job", "reason"])?,
+        skipped: register_int_counter_vec!(
+            TOMBSTONES_SKIPPED,
+            "Committed records without a value that the job skips",
+            &["job"]
+        )?,
         bytes: register_int_counter_vec!(
             COMMITTED_BYTES,
             "Bytes of keys and values of committed records",

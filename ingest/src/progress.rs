@@ -14,6 +14,8 @@ pub struct Progress {
     pub landed: u64,
     /// Dead letters committed by this run.
     pub dead_letters: u64,
+    /// Tombstones that this run has skipped and committed.
+    pub tombstones_skipped: u64,
     /// Bytes of keys and values committed by this run.
     pub bytes: u64,
     /// Files committed by this run, dead-letter files included.
@@ -31,6 +33,7 @@ impl Progress {
     pub(crate) fn adopt(&mut self, report: &IngestReport) {
         self.landed = report.landed;
         self.dead_letters = report.dead_letters;
+        self.tombstones_skipped = report.tombstones_skipped;
         self.bytes = report.bytes;
         self.files = report.files;
         self.commits = report.commits;
@@ -54,7 +57,7 @@ pub fn partition_lag(next: Option<i64>, (low, high): (i64, i64)) -> u64 {
     u64::try_from(high.saturating_sub(next)).unwrap_or(0)
 }
 
-/// Report of a run. `records` is always `landed + dead_letters`.
+/// Report of a run. `records` is always `landed + dead_letters + tombstones_skipped`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct IngestReport {
     /// Records taken from the topic and committed.
@@ -63,6 +66,8 @@ pub struct IngestReport {
     pub landed: u64,
     /// Dead letters.
     pub dead_letters: u64,
+    /// Records without a value that the job skips.
+    pub tombstones_skipped: u64,
     /// Files published, dead-letter files included.
     pub files: u64,
     /// Publishes.
@@ -84,6 +89,7 @@ impl IngestReport {
         self.records += later.records;
         self.landed += later.landed;
         self.dead_letters += later.dead_letters;
+        self.tombstones_skipped += later.tombstones_skipped;
         self.files += later.files;
         self.commits += later.commits;
         self.bytes += later.bytes;

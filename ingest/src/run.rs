@@ -150,6 +150,7 @@ pub async fn run_with_progress(
         job = job.name(),
         landed = report.landed,
         dead_letters = report.dead_letters,
+        tombstones_skipped = report.tombstones_skipped,
         files = report.files,
         elapsed_ms = report.elapsed.as_millis() as u64,
         "stopped landing"

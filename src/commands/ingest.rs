@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use millrace_datafs::{Datafs, Name};
-use millrace_ingest::{IngestReport, JobConfig, Progress, Until};
+use millrace_ingest::{IngestReport, JobConfig, Progress, Tombstones, Until};
 use tokio::sync::watch;
 
 use crate::cli::IngestArgs;
@@ -43,18 +43,24 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
         }
     }
     drop(session);
+    let mut headers = vec!["topic", "volume", "records", "landed", "dead letters", "files", "read"];
+    let mut row = vec![
+        job.topic.clone(),
+        format!("{}:/{}", job.volume, job.path.trim_matches('/')),
+        count(report.records),
+        count(report.landed),
+        count(report.dead_letters),
+        count(report.files),
+        bytes(report.bytes),
+    ];
+    if job.tombstones == Tombstones::Skip {
+        headers.insert(5, "tombstones skipped");
+        row.insert(5, count(report.tombstones_skipped));
+    }
     context.out.table(
         &serde_json::json!({ "job": job.name, "topic": job.topic, "volume": job.volume, "path": job.path, "report": report }),
-        &["topic", "volume", "records", "landed", "dead letters", "files", "read"],
-        [vec![
-            job.topic.clone(),
-            format!("{}:/{}", job.volume, job.path.trim_matches('/')),
-            count(report.records),
-            count(report.landed),
-            count(report.dead_letters),
-            count(report.files),
-            bytes(report.bytes),
-        ]],
+        &headers,
+        [row],
     )?;
     if args.follow { Ok(()) } else { context.interrupted("ingest") }
 }
@@ -74,7 +80,7 @@ async fn land(
     let drawing = tokio::spawn(async move {
         while watched.changed().await.is_ok() {
             let progress = watched.borrow_and_update().clone();
-            let done = before + progress.landed + progress.dead_letters;
+            let done = before + progress.landed + progress.dead_letters + progress.tombstones_skipped;
             if !follow {
                 drawn.set_length(done + progress.lag());
             }

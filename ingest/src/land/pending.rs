@@ -14,6 +14,8 @@ use crate::state::LastRecord;
 pub(crate) struct Pending {
     pub(crate) landed: u64,
     pub(crate) dead: BTreeMap<RejectClass, u64>,
+    /// Tombstones that the job skips.
+    pub(crate) skipped: u64,
     /// Bytes of keys and values.
     pub(crate) bytes: u64,
     /// Memory that the records take, which is more than their bytes where they are tiny.
@@ -28,7 +30,7 @@ pub(crate) struct Pending {
 
 impl Pending {
     pub(crate) fn records(&self) -> u64 {
-        self.landed + self.dead_letters()
+        self.landed + self.dead_letters() + self.skipped
     }
 
     fn dead_letters(&self) -> u64 {
@@ -39,6 +41,7 @@ impl Pending {
         report.records += self.records();
         report.landed += self.landed;
         report.dead_letters += self.dead_letters();
+        report.tombstones_skipped += self.skipped;
         report.files += files;
         report.bytes += self.bytes;
         report.commits += 1;
@@ -50,6 +53,7 @@ impl Pending {
         metrics.bytes.with_label_values(&[job]).inc_by(self.bytes);
         metrics.files.with_label_values(&[job]).inc_by(files);
         metrics.commit_seconds.with_label_values(&[job]).observe(elapsed.as_secs_f64());
+        metrics.skipped.with_label_values(&[job]).inc_by(self.skipped);
         for (class, count) in &self.dead {
             metrics.dead_letters.with_label_values(&[job, class.label()]).inc_by(*count);
         }

@@ -9,3 +9,4 @@ mod landing;
 mod refusals;
 mod site;
 mod throughput;
+mod tombstones;

@@ -362,11 +362,12 @@ const TYPES: [(&str, &str); 52] = [
 ];
 
 /// Types with a few values, and the files that declare them.
-const CHOICES: [(&str, &str); 6] = [
+const CHOICES: [(&str, &str); 7] = [
     ("Flush", "streams/src/broker/config.rs"),
     ("Control", SERVING),
     ("Format", "ingest/src/config.rs"),
     ("DeadLetter", "ingest/src/config.rs"),
+    ("Tombstones", "ingest/src/config.rs"),
     ("Compression", "ingest/src/config.rs"),
     ("UnknownFields", "ingest/src/decode.rs"),
 ];
