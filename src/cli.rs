@@ -161,7 +161,9 @@ pub(crate) enum Command {
     )]
     Gc,
     /// Write lines of a file (or of standard input) to a topic, one record each
-    #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
+    #[command(
+        after_help = "An empty line is no record: such lines are skipped, and the result counts them (empty_lines\nwith --json).\n\nExample:\n  millrace produce digits examples/digits/digits.jsonl"
+    )]
     Produce(ProduceArgs),
     /// List and delete topics
     #[command(

@@ -10,7 +10,7 @@ use millrace_datafs::Name;
 pub(crate) struct ProduceArgs {
     /// The topic; created when it does not exist
     pub(crate) topic: String,
-    /// A file with one record per line [default: standard input]
+    /// A file with one record per line; empty lines are skipped [default: standard input]
     pub(crate) file: Option<PathBuf>,
     /// Partitions of a topic that is created
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=10_000))]

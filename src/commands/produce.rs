@@ -41,6 +41,7 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     let session = context.topics().await?;
     let bar = context.out.progress("produce", "records", None);
     let mut acknowledged = Acknowledged::default();
+    let mut empty_lines = 0;
     let work = async {
         topic::create_topic(&session.kafka, &args.topic, args.partitions).await?;
         let producer = Producer::connect(&session.kafka).await?;
@@ -50,7 +51,14 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
                 chunk = chunks.recv() => chunk,
                 () = context.stop.cancelled() => return fail(Exit::Failed, "interrupted"),
             };
-            let Some(Chunk { lines, records }) = chunk.transpose()? else { return Ok(()) };
+            let Some(Chunk { lines, records, empty_lines: empty }) = chunk.transpose()? else {
+                return Ok(());
+            };
+            empty_lines += empty;
+            if records.is_empty() {
+                // The lines behind the last record.
+                continue;
+            }
             let sent = producer.send_each(records).await;
             bar.inc(acknowledged.note(&lines, &sent));
             if let Some(error) = sent.error {
@@ -66,10 +74,17 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     } else {
         ended?;
     }
+    match empty_lines {
+        0 => {}
+        1 => context.out.note("1 empty line skipped"),
+        lines => context.out.note(&format!("{} empty lines skipped", count(lines))),
+    }
     let produced = acknowledged.records;
     let seconds = started.elapsed().as_secs_f64();
     context.out.table(
-        &serde_json::json!({ "topic": args.topic, "produced": produced, "seconds": seconds }),
+        &serde_json::json!({
+            "topic": args.topic, "produced": produced, "empty_lines": empty_lines, "seconds": seconds
+        }),
         &["topic", "produced", "seconds"],
         [vec![args.topic.clone(), count(produced), format!("{seconds:.2}")]],
     )
@@ -131,6 +146,8 @@ fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
 struct Chunk {
     lines: Vec<u64>,
     records: Vec<OutRecord>,
+    /// Lines without a record among them.
+    empty_lines: u64,
 }
 
 /// Splits the source into records.
@@ -149,11 +166,8 @@ impl Reader {
         std::thread::Builder::new().name("reader".into()).spawn(move || {
             loop {
                 let chunk = self.chunk();
-                let last = !matches!(&chunk, Ok(chunk) if !chunk.records.is_empty());
-                if matches!(&chunk, Ok(chunk) if chunk.records.is_empty())
-                    || sender.blocking_send(chunk).is_err()
-                    || last
-                {
+                let is_last = !matches!(&chunk, Ok(chunk) if !chunk.records.is_empty());
+                if sender.blocking_send(chunk).is_err() || is_last {
                     return;
                 }
             }
@@ -182,6 +196,7 @@ impl Reader {
                 line.drain(..BYTE_ORDER_MARK.len());
             }
             if line.is_empty() {
+                chunk.empty_lines += 1;
                 continue;
             }
             let key = match &self.key {

@@ -380,6 +380,13 @@ fn garbage_on_the_broker_port_does_not_disturb_clients() {
     }
     let file = home.file("records.jsonl", RECORDS);
     assert_eq!(home.json(["produce", "t", file.to_str().unwrap()])["produced"], 2);
+    // Empty lines, also those at the end, are counted and no records.
+    let gaps = home.file("gaps.jsonl", "\n{\"id\":1}\n\r\n{\"id\":2}\n\n");
+    let produced = home.json(["produce", "t", gaps.to_str().unwrap()]);
+    assert_eq!((&produced["produced"], &produced["empty_lines"]), (&2.into(), &3.into()), "{produced}");
+    let empty = home.file("empty.jsonl", "\n\n");
+    let produced = home.json(["produce", "t", empty.to_str().unwrap()]);
+    assert_eq!((&produced["produced"], &produced["empty_lines"]), (&0.into(), &2.into()), "{produced}");
     assert!(broker.is_running());
     assert_eq!(broker.stop(), 0);
 }
