@@ -11,8 +11,8 @@
 //! # Invariants
 //!
 //! - A record below the committed offset of its partition is in exactly one visible file, or is a
-//!   dead letter, or is a tombstone that the job skips; a record at or above it is in none. Files, dead letters of a directory, offsets
-//!   and schema become visible together or not at all.
+//!   dead letter, or is a tombstone that the job skips; a record at or above it is in none. Files, dead
+//!   letters of a directory, offsets and schema become visible together or not at all.
 //! - A second ingester on the same job takes it over; the first one's next publish fails as
 //!   [`Error::Fenced`] and changes nothing.
 //! - Offsets may have gaps: the committed position is the offset after the last one read, transaction

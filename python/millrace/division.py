@@ -21,7 +21,9 @@ _CLASSES: dict[str, dict[str, str]] = {
 }
 # A remedy per package.
 _REMEDIES = {
-    "accelerate": "keep the loader out of Accelerator.prepare (with the Trainer of Hugging Face, override get_train_dataloader)",
+    "accelerate": (
+        "keep the loader out of Accelerator.prepare (with the Trainer of Hugging Face, override get_train_dataloader)"
+    ),
     "transformers": "pass the dataset to the DataLoader itself, without IterableDatasetShard",
     "torch": "leave sharding_filter out",
 }
