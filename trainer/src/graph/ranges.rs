@@ -163,7 +163,8 @@ impl Search<'_> {
 
     /// The range of a comparison, which is one number where those of its sides tell them apart.
     fn comparison(&mut self, value: ValueId) -> Range {
-        let Some(node) = self.b.node_of(value) else { return (0.0, 1.0) };
+        let b = self.b;
+        let Some(node) = b.node_of(value) else { return (0.0, 1.0) };
         let Op::Compare(kind) = node.op else { return (0.0, 1.0) };
         let (Some(first), Some(second)) = (self.range(node.inputs[0]), self.range(node.inputs[1])) else {
             return (0.0, 1.0);
