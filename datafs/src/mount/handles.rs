@@ -304,7 +304,8 @@ impl Handles {
     }
 
     /// Commits the writes to a file, and reports those that a crash of an earlier server has lost: through the handle
-    /// that wrote always, through each other one once. The caller calls [`Handles::has_synced`] after the answer.
+    /// that wrote always, through each other one once. After the answer of [`Error::LostWrites`], the caller calls
+    /// [`Handles::has_told`].
     pub(super) fn sync(&self, handle: &Handle) -> Result<()> {
         let synced = handle.check_writes().and_then(|()| {
             handle.file.fsync()?;
@@ -317,14 +318,13 @@ impl Handles {
         synced
     }
 
-    /// The program has got the answer to [`Handles::sync`]. A report that it has got is not repeated by a later server.
-    pub(super) fn has_synced(&self, number: u64, handle: &Handle) {
-        let Some(journal) = self.journal.get() else { return };
+    /// A program has got the report of lost writes by [`Handles::sync`]: no later server repeats it.
+    pub(super) fn has_told(&self, number: u64, handle: &Handle) {
         let untold = &handle.kept.untold;
         if untold.compare_exchange(TELLS, TOLD, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             self.record_again(number, handle);
-            journal.has_told(handle.node.ino);
-        } else if handle.kept.lost.load(Ordering::Relaxed) != 0 {
+        }
+        if let Some(journal) = self.journal.get() {
             journal.has_told(handle.node.ino);
         }
     }

@@ -506,8 +506,12 @@ impl Filesystem for Adapter {
             Ok(handle) => handle,
             Err(error) => return self.empty("fsync", self.node(ino), Err(error), reply),
         };
-        self.empty("fsync", self.node(ino), self.handles.sync(&handle), reply);
-        self.handles.has_synced(fh.0, &handle);
+        let synced = self.handles.sync(&handle);
+        let tells = matches!(synced, Err(Error::LostWrites { .. }));
+        self.empty("fsync", self.node(ino), synced, reply);
+        if tells {
+            self.handles.has_told(fh.0, &handle);
+        }
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
