@@ -250,7 +250,8 @@ pub enum Error {
         /// The error of that commit.
         cause: String,
     },
-    /// The process that served a mount died before it had committed what was written to this file (EIO). Everything that was synced is there.
+    /// The process that served a mount died before it had committed what was written to this file (EIO).
+    /// Everything that was synced is there.
     #[error("writes to {what} were lost when the process that served the mount died: write the file again")]
     LostWrites {
         /// The file.
