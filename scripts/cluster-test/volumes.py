@@ -57,9 +57,10 @@ def fill(content):
 
 
 def mounts():
-    """Paths of volumes that are mounted on the node."""
+    """Paths of volumes that are mounted below the kubelet's folder."""
     table = cluster.inside("cat", "/proc/self/mounts").stdout
-    return [line.split()[1] for line in table.splitlines() if line.split()[2] == "fuse.millrace"]
+    found = (line.split()[1:3] for line in table.splitlines())
+    return [path for path, kind in found if kind == "fuse.millrace" and path.startswith("/var/lib/kubelet/")]
 
 
 def install():

@@ -77,7 +77,9 @@ pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use millrace_serving_runtime::session::{Trial, finish_runs};
 pub use millrace_serving_transport::host;
-pub use millrace_serving_transport::server::{Addresses, Deps, MetricsServer, Serving, metrics_text, serve, serve_with};
+pub use millrace_serving_transport::server::{
+    Addresses, Deps, MetricsServer, Serving, metrics_text, serve, serve_with,
+};
 pub use millrace_serving_transport::tokens::new_token;
 pub use repository::{Repository, Source};
 

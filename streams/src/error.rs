@@ -61,12 +61,11 @@ pub enum Error {
         /// Number of partitions that the topic has.
         partitions: i32,
     },
-    /// The offset is not in the log: records were deleted or lost, or the topic was deleted and created again. An offset
-    /// above the log's end may be the end that the log had when reading began.
+    /// The offset, or the end that the log had when reading began, is not in the log: records were deleted or lost.
     #[error(
         "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
-         retention deleted the records, the brokers lost them, or the topic was created again \
-         (run again; if that fails too, start from the earliest offset)"
+         records were deleted or lost, or the topic was created again \
+         (run again, or start from the earliest offset)"
     )]
     OffsetOutOfRange {
         /// Topic name.

@@ -40,6 +40,11 @@ fn what_a_killed_writer_has_half_written_goes_with_its_session() {
     std::mem::forget((killed, alive));
 }
 
+/// Different ids: the lowest bits of the number are those of the layout.
+fn object(session: u64, number: u64) -> ObjectId {
+    ObjectId::new(session, number << 16, Layout::Framed)
+}
+
 /// Puts a folder with a file in the place of an object, which so cannot be deleted. Returns it.
 fn make_undeletable(home: &Path, object: ObjectId) -> PathBuf {
     let path = Config::default().store_path(home).join(object.data_name());
@@ -55,7 +60,7 @@ fn an_object_that_cannot_be_deleted_keeps_no_other_from_its_deletion() {
     let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
     let datafs = Datafs::open(home.path(), &config).unwrap();
     let shared = &datafs.shared;
-    let ids: Vec<_> = (0..6).map(|at| ObjectId::new(shared.session.id(), at, Layout::Framed)).collect();
+    let ids: Vec<_> = (0..6).map(|at| object(shared.session.id(), at)).collect();
     for id in &ids {
         let path = config.store_path(home.path()).join(id.data_name());
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -93,8 +98,7 @@ fn what_a_dead_session_left_and_cannot_be_deleted_is_tried_again_and_blocks_noth
     let home = tempfile::tempdir().unwrap();
     let [killed, collector] = [(); 2].map(|()| open(home.path(), 0));
     let store = Config::default().store_path(home.path());
-    let ids: Vec<_> =
-        (0..4).map(|at| ObjectId::new(killed.shared.session.id(), at, Layout::Framed)).collect();
+    let ids: Vec<_> = (0..4).map(|at| object(killed.shared.session.id(), at)).collect();
     for id in &ids {
         let path = store.join(id.data_name());
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

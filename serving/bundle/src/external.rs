@@ -192,6 +192,7 @@ pub(crate) fn check_initializers(model: &ModelProto) -> Result<(), String> {
         let Some(count) = tensor.dims.iter().try_fold(1, product) else {
             return wrong("the extents are negative or too large".to_owned());
         };
+        let raw = tensor.raw_data.as_ref().map_or(0, Vec::len) as u64;
         let typed = match DataType::try_from(tensor.data_type()) {
             Ok(DataType::Float) => tensor.float_data.len(),
             Ok(DataType::Double) => tensor.double_data.len(),
@@ -201,15 +202,14 @@ pub(crate) fn check_initializers(model: &ModelProto) -> Result<(), String> {
             }
             Ok(DataType::String) => tensor.string_data.len(),
             // Several elements may share a number.
-            _ if tensor.raw_data.is_none() => continue,
+            _ if raw == 0 => continue,
             _ => 0,
         } as u64;
-        match (&tensor.raw_data, bytes_of(tensor)) {
-            (Some(raw), Ok(bytes)) if !raw.is_empty() || typed == 0 => {
-                if raw.len() as u64 != bytes {
-                    return wrong(format!("it has {} bytes of elements instead of {bytes}", raw.len()));
-                }
+        match bytes_of(tensor) {
+            Ok(bytes) if typed == 0 && raw > 0 && raw != bytes => {
+                return wrong(format!("it has {raw} bytes of elements instead of {bytes}"));
             }
+            Ok(_) if typed == 0 && raw > 0 => {}
             _ if typed != count => return wrong(format!("it has {typed} elements instead of {count}")),
             _ => {}
         }

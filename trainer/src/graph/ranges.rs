@@ -223,7 +223,7 @@ fn unary(kind: Unary, (low, high): Range) -> Option<Range> {
             let (least, most) = (f64::from(least), f64::from(most));
             (low.max(least).min(most), high.max(least).min(most))
         }
-        Unary::Sign => (low.signum().min(0.0).max(-1.0), high.signum().max(0.0)),
+        Unary::Sign => (if low < 0.0 { -1.0 } else { 0.0 }, if high > 0.0 { 1.0 } else { 0.0 }),
         // They change no whole number.
         Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc => (low, high),
         _ => return None,

@@ -170,10 +170,10 @@ fn cut<const N: usize>(
     extent: &Extent<N>,
 ) -> Result<ValueId, GraphError> {
     let mut missing = [0; N];
-    for a in 0..N {
+    for (a, missing) in missing.iter_mut().enumerate() {
         let (full, before) = (extent.full[a], extent.before[a]);
         let end = before.saturating_add(extent.out[a]);
-        missing[a] = end.saturating_sub(full);
+        *missing = end.saturating_sub(full);
         let kept = end.min(full).saturating_sub(before);
         value = b.slice(value, a + 2, before.min(full), kept, site)?;
     }
@@ -202,10 +202,10 @@ fn conv_transpose3(
     let extent = extent(&mut call, &given, size, kernel, false)?;
     let mut spread = input;
     let mut mirrored = weight;
-    for a in 0..3 {
+    for (a, length) in kernel.into_iter().enumerate() {
         spread = with_gaps(b, &site, spread, a + 2, extent.strides[a])?;
-        if kernel[a] > 1 {
-            mirrored = select(b, &site, mirrored, a + 2, (0..kernel[a]).rev().collect())?;
+        if length > 1 {
+            mirrored = select(b, &site, mirrored, a + 2, (0..length).rev().collect())?;
         }
     }
     // The input and output channels of each group change places.

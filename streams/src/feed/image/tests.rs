@@ -220,7 +220,7 @@ fn options_out_of_bounds_name_the_column_and_the_option() {
 #[test]
 fn delivered_keys_are_frozen() {
     use arrow::array::AsArray as _;
-    let keys = super::keys(7, &[1, 1], &[42, 43]);
+    let keys = super::keys(&[7], &[0, 0], &[1, 1], &[42, 43]);
     let keys = keys.as_primitive::<arrow::datatypes::Int64Type>().values();
     assert_eq!(keys[0], 4_160_738_689_310_270_626);
     assert_ne!(keys[0], keys[1]);
