@@ -1,7 +1,7 @@
 //! Training of one job, from its job file to its published bundle: [`train`] and its report.
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
 use millrace_leaf::blocking::{self, Stopping};
@@ -26,6 +26,9 @@ use claim::{Claim, claim};
 pub use inquiry::Awaited;
 pub(crate) use inquiry::{Answer, Inquiry};
 pub use report::{End, Progress, TrainReport};
+
+/// How long the check of a job may go on after it was cancelled: a short one then ends as usual.
+const CHECK_GRACE: Duration = Duration::from_secs(2);
 
 /// The environment of a job: its volumes, its settings and its worker program.
 #[derive(Debug, Clone)]
@@ -89,9 +92,13 @@ pub async fn train(
     let began = Instant::now();
     let (declared, again) = (job.clone(), setup.clone());
     // Data of any size may be counted. Nothing is held yet, so a thread that goes on changes nothing.
+    let stopped = async {
+        cancel.cancelled().await;
+        tokio::time::sleep(CHECK_GRACE).await;
+    };
     let checked = tokio::select! {
         checked = blocking(move || Checked::new(job, setup)) => checked?,
-        () = cancel.cancelled() => return Err(Error::Stopped { job: declared.name.to_string() }),
+        () = stopped => return Err(Error::Stopped { job: declared.name.to_string() }),
     };
     let crew = Crew::of(&checked.job, &checked.setup)?;
     if let Some(listen) = &checked.setup.listen {

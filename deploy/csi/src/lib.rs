@@ -219,7 +219,8 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
             };
             let servers = Servers::new(launch, publications, stop.child_token()).map_err(state)?;
             if let Some(metrics) = &options.metrics {
-                metrics.of(&servers);
+                let servers = Arc::clone(&servers);
+                metrics.of(move || servers.sources());
             }
             Some(NodeService {
                 node_id: node.node_id.clone(),

@@ -7,6 +7,7 @@
 //! Every sample of a server gets the labels `volume_handle`, `persistentvolume` and `pod_uid`, or `target` instead of the
 //! last two where the target is no folder of a pod.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, OnceLock};
 use std::task::{Context, Poll};
@@ -23,7 +24,6 @@ use tonic::server::NamedService;
 use tonic::{Code, Status};
 
 use crate::exposition::Exposition;
-use crate::servers::Servers;
 
 /// The last line of a server's metrics: without it they are cut off.
 pub const END: &str = "# EOF\n";
@@ -87,13 +87,22 @@ static LEFT_OUT: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
+type ListSources = Arc<dyn Fn() -> Vec<Source> + Send + Sync>;
+
 /// The metrics of a driver. Clones are of the same driver.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Metrics(Arc<Inner>);
 
-#[derive(Debug, Default)]
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
 struct Inner {
-    servers: OnceLock<Arc<Servers>>,
+    /// Lists the servers to ask; reads files.
+    sources: OnceLock<ListSources>,
     /// The newest text.
     newest: tokio::sync::Mutex<Option<(Instant, String)>>,
 }
@@ -118,9 +127,10 @@ impl Metrics {
         Metrics::default()
     }
 
-    pub(crate) fn of(&self, servers: &Arc<Servers>) {
+    /// From here on scrapes ask the servers that `list` finds. It may read files.
+    pub(crate) fn of(&self, list: impl Fn() -> Vec<Source> + Send + Sync + 'static) {
         // One driver has one set of servers.
-        let _ = self.0.servers.set(Arc::clone(servers));
+        let _ = self.0.sources.set(Arc::new(list));
     }
 
     /// The metrics of this process, which `own` gives, and of all servers. Answers within about 5 seconds.
@@ -130,8 +140,8 @@ impl Metrics {
             tracing::trace!(age = ?since.elapsed(), "the metrics of the scrape before");
             return text.clone();
         }
-        let sources = match self.0.servers.get().cloned() {
-            Some(servers) => tokio::task::spawn_blocking(move || servers.sources()).await.unwrap_or_default(),
+        let sources = match self.0.sources.get().cloned() {
+            Some(list) => tokio::task::spawn_blocking(move || list()).await.unwrap_or_default(),
             None => Vec::new(),
         };
         let serving = sources.iter().filter(|source| source.is_serving).count();

@@ -45,8 +45,12 @@ fn searched(
 #[test]
 fn positions_outside_the_axis_are_refused() {
     let one = || vec![int("axis", 1)];
-    for positions in [&[0, 4][..], &[-5], &[i64::MAX], &[i64::MIN]] {
+    for positions in [&[0, 4][..], &[-5]] {
         refused(&along("GatherElements", positions, 0, one()), "on an axis of 4");
+    }
+    // Beyond what float32 tells apart, no range is known.
+    for positions in [i64::MAX, i64::MIN] {
+        refused(&along("GatherElements", &[positions], 0, one()), "its positions are computed");
     }
     refused(&along("ScatterElements", &[0, 9], 2, one()), "on an axis of 4");
     refused(&along("GatherElements", &[0], 0, vec![int("axis", 2)]), "axis 2");
