@@ -175,7 +175,7 @@ async fn start(context: &Context) -> Result<BrokerReply> {
     // The running program, also after an upgrade has replaced its file.
     let mut command = std::process::Command::new("/proc/self/exe");
     command.arg("--home").arg(home).args(["--log", &context.log]);
-    if let Some(file) = &context.loaded.file {
+    if let Some(file) = context.loaded.file_to_share()? {
         command.arg("--config").arg(file);
     }
     command

@@ -44,12 +44,13 @@ impl GarbageList<'_> {
         let mut result = Ok(());
         while slice.deletions_left() > 0 && slice.transaction() {
             let page = self.meta.page(&keys::all_garbage(), from.as_deref())?;
-            let mut due = Vec::new();
+            let (mut due, mut places) = (Vec::new(), Vec::new());
             for (key, value) in &page {
                 let mut time = Decoder::new("garbage record", value);
                 let freed = Timestamp::from_parts(time.i64()?, time.u32()?).to_system();
                 if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
                     due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
+                    places.push(key);
                 }
             }
             let is_cut = due.len() > slice.deletions_left();
@@ -57,7 +58,7 @@ impl GarbageList<'_> {
             failpoint::hit("gc-garbage-due");
             let done = self.delete_unneeded(&due, Unneeded::Garbage, slice)?;
             deleted.objects += done.objects as u64;
-            slice.done.deleted += done.objects as u64;
+            slice.count(&done);
             let failed = done.failed.as_ref().map_or(0, |failure| failure.objects.len());
             result = result.and(done.failed.map_or(Ok(()), |failure| Err(failure.error)));
             if done.is_held {
@@ -67,7 +68,12 @@ impl GarbageList<'_> {
                     return result;
                 }
             }
-            if is_cut || done.is_cut {
+            if done.is_cut {
+                break;
+            }
+            if is_cut {
+                // Those that the store refuses are not the first ones of every slice.
+                *from = due.len().checked_sub(1).map(|last| places[last].clone());
                 break;
             }
             *from = page.into_iter().nth(PAGE - 1).map(|(key, _)| key);

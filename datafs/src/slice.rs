@@ -2,9 +2,13 @@
 
 use std::time::Duration;
 
+use crate::deletion::Deletions;
 use crate::election::Turn;
 use crate::error::Result;
 use crate::meta::engine::{ReadTxn, WriteTxn};
+
+/// Most deletions of a slice that the store refuses.
+const REFUSED_MAX: u64 = 1_000;
 
 /// Most work of one slice. Each number is a bound on requests to the metadata or to the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +41,8 @@ pub(crate) struct Done {
     pub(crate) listed: u64,
     /// Objects that were deleted.
     pub(crate) deleted: u64,
+    /// Objects that the store did not delete.
+    pub(crate) refused: u64,
     /// Packs that were compacted.
     pub(crate) packs: u64,
 }
@@ -92,9 +98,17 @@ impl<'a> Slice<'a> {
         left
     }
 
-    /// Objects that may still be deleted.
+    /// Objects that may still be deleted. A store that refuses [`REFUSED_MAX`] is asked no more in this slice.
     pub(crate) fn deletions_left(&self) -> usize {
-        self.limits.map_or(usize::MAX, |limits| limits.deleted.saturating_sub(self.done.deleted) as usize)
+        let Some(limits) = self.limits else { return usize::MAX };
+        let left = limits.deleted.saturating_sub(self.done.deleted + self.done.refused);
+        left.min(REFUSED_MAX.saturating_sub(self.done.refused)) as usize
+    }
+
+    /// Counts deletions.
+    pub(crate) fn count(&mut self, done: &Deletions) {
+        self.done.deleted += done.objects as u64;
+        self.done.refused += done.failed.as_ref().map_or(0, |failure| failure.objects.len() as u64);
     }
 
     /// Files that may still be listed.

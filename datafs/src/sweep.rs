@@ -83,12 +83,19 @@ pub(crate) struct Cleanup {
     /// In a local store, the position of the sweep when the cleanup began; in a bucket, the last object that was
     /// seen.
     since: Option<Position>,
+    /// In a bucket: an object that was seen since the beginning could not be deleted.
+    has_failed: bool,
+    /// In a bucket: it came to the end, and an object could not be deleted. It begins again with the next pass.
+    waits: bool,
 }
 
 impl Cleanup {
     fn encode(&self) -> Vec<u8> {
         let since = self.since.clone().unwrap_or_default();
-        let flags = u8::from(self.unlocked) | u8::from(self.since.is_some()) << 1;
+        let flags = u8::from(self.unlocked)
+            | u8::from(self.since.is_some()) << 1
+            | u8::from(self.has_failed) << 2
+            | u8::from(self.waits) << 3;
         Encoder::default().u8(FORMAT).u8(flags).u64(since.passes).bytes(since.after.as_bytes()).finish()
     }
 
@@ -99,8 +106,24 @@ impl Cleanup {
         }
         let flags = from.u8().ok()?;
         let since = Position { passes: from.u64().ok()?, after: from.string().ok()? };
-        Some(Cleanup { unlocked: flags & 1 != 0, since: (flags & 2 != 0).then_some(since) })
+        Some(Cleanup {
+            unlocked: flags & 1 != 0,
+            since: (flags & 2 != 0).then_some(since),
+            has_failed: flags & 4 != 0,
+            waits: flags & 8 != 0,
+        })
     }
+}
+
+/// How far a cleanup has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reached {
+    /// Nothing is left.
+    End,
+    /// The end, and an object could not be deleted.
+    EndWithRest,
+    /// The rest is left for a later slice, or until a backup has ended.
+    Part,
 }
 
 /// Dead sessions in cleanup.
@@ -163,7 +186,7 @@ impl Sweep {
                 cleanup.since.get_or_insert_with(|| self.position.clone());
             }
         } else {
-            swept = shared.clean_up_bucket(&mut cleanups, slice, &mut progress.ended);
+            swept = shared.clean_up_bucket(&mut cleanups, slice, due, &mut progress.ended);
         }
         let waiting = shared.pool.is_local() && !cleanups.is_empty();
         if due || waiting || !self.position.after.is_empty() {
@@ -199,25 +222,27 @@ impl Sweep {
             if done.is_held || done.is_cut {
                 return result;
             }
+            let mut failed = BTreeSet::new();
             if let Some(Failure { objects, error }) = done.failed {
-                // Another round for these sessions; the pass goes on.
-                for object in objects {
-                    if let Some(cleanup) = cleanups.get_mut(&object.session()) {
-                        cleanup.since = Some(self.position.clone());
-                    }
-                }
+                failed = objects.into_iter().map(ObjectId::session).collect();
                 result = result.and(Err(error));
             }
             let data = |file: &Listed| (file.part == Part::Data).then_some((file.object, file.bytes));
             let data: Vec<_> = page.files.iter().filter_map(data).collect();
             shared.weigh_in_background(&data, &mut self.hollow)?;
             failpoint::hit("gc-page-swept");
-            let Some(next) = page.next else {
-                let passes = self.position.passes.saturating_add(1);
-                self.position = Position { passes, after: String::new() };
-                break;
+            let is_last = page.next.is_none();
+            self.position = match page.next {
+                Some(after) => Position { after, ..self.position },
+                None => Position { passes: self.position.passes.saturating_add(1), after: String::new() },
             };
-            self.position.after = next;
+            // A whole round from here on for these sessions, this page included; the pass goes on.
+            for cleanup in cleanups.iter_mut().filter(|(id, _)| failed.contains(*id)).map(|(_, one)| one) {
+                cleanup.since = Some(self.position.clone());
+            }
+            if is_last {
+                break;
+            }
         }
         result
     }
@@ -250,7 +275,7 @@ impl Shared {
             return Ok(());
         }
         self.forget_locks(&mut cleanups, slice)?;
-        let (mut ended, mut result) = (Vec::new(), Ok(()));
+        let (mut ended, mut failed, mut result) = (Vec::new(), BTreeSet::new(), Ok(()));
         if self.pool.is_local() {
             let mut after = String::new();
             loop {
@@ -260,7 +285,7 @@ impl Shared {
                     return result;
                 }
                 if let Some(Failure { objects, error }) = done.failed {
-                    objects.iter().for_each(|object| drop(cleanups.remove(&object.session())));
+                    failed.extend(objects.into_iter().map(ObjectId::session));
                     result = result.and(Err(error));
                 }
                 match page.next {
@@ -269,10 +294,10 @@ impl Shared {
                 }
             }
             failpoint::hit("gc-abandoned-removed");
-            ended.extend(cleanups.into_keys());
+            ended.extend(cleanups.into_keys().filter(|id| !failed.contains(id)));
         } else {
-            cleanups.values_mut().for_each(|cleanup| cleanup.since = None);
-            result = self.clean_up_bucket(&mut cleanups, slice, &mut ended);
+            cleanups.values_mut().for_each(|cleanup| (cleanup.since, cleanup.has_failed) = (None, false));
+            result = self.clean_up_bucket(&mut cleanups, slice, true, &mut ended);
         }
         for few in ended.chunks(PAGE_FILES) {
             self.meta.transact_making_room(Durability::Relaxed, |txn| {
@@ -342,37 +367,48 @@ impl Shared {
         Ok(done)
     }
 
-    /// Deletes what dead sessions have left in a bucket. Adds those of which nothing is left to `ended`. One that cannot
-    /// be cleaned up begins again later, and keeps no other from its cleanup.
+    /// Deletes what dead sessions have left in a bucket. Adds those of which nothing is left to `ended`. One with an object
+    /// that cannot be deleted begins again when a pass is `due`, and keeps no other from its cleanup.
     fn clean_up_bucket(
         &self,
         cleanups: &mut Cleanups,
         slice: &mut Slice<'_>,
+        due: bool,
         ended: &mut Vec<u64>,
     ) -> Result<()> {
-        let mut result = Ok(());
+        let mut first = Ok(());
         for (id, cleanup) in cleanups {
+            if cleanup.waits && cleanup.since.is_none() && !due {
+                continue;
+            }
             self.collector.go_on(&self.home)?;
-            match self.clean_up_session(*id, cleanup, slice) {
-                Ok(true) => ended.push(*id),
-                Ok(false) => return result,
-                Err(error) if error.is_retryable() || slice.is_lost() => return result.and(Err(error)),
-                Err(error) => {
-                    cleanup.since = None;
-                    result = result.and(Err(error));
+            match self.clean_up_session(*id, cleanup, slice, &mut first) {
+                Ok(Reached::End) => ended.push(*id),
+                Ok(Reached::EndWithRest) => {
+                    *cleanup = Cleanup { since: None, has_failed: false, waits: true, ..*cleanup };
                 }
+                Ok(Reached::Part) => break,
+                Err(error) if error.is_retryable() || slice.is_lost() => return first.and(Err(error)),
+                Err(error) => first = first.and(Err(error)),
             }
         }
-        result
+        first
     }
 
-    /// Deletes what a dead session has left in a bucket. Returns whether it came to the end.
-    fn clean_up_session(&self, id: u64, cleanup: &mut Cleanup, slice: &mut Slice<'_>) -> Result<bool> {
+    /// Deletes what a dead session has left in a bucket. The error of an object that cannot be deleted goes to `first`,
+    /// unless there is one.
+    fn clean_up_session(
+        &self,
+        id: u64,
+        cleanup: &mut Cleanup,
+        slice: &mut Slice<'_>,
+        first: &mut Result<()>,
+    ) -> Result<Reached> {
         let since = match &mut cleanup.since {
             Some(since) => since,
             None => {
                 if slice.listings_left() == 0 {
-                    return Ok(false);
+                    return Ok(Reached::Part);
                 }
                 slice.done.lists += 1;
                 slice.done.listed += 1;
@@ -380,10 +416,9 @@ impl Shared {
                 cleanup.since.get_or_insert_default()
             }
         };
-        let mut result = Ok(());
         loop {
             if slice.listings_left() == 0 || !slice.transaction() {
-                return result.map(|()| false);
+                return Ok(Reached::Part);
             }
             self.collector.go_on(&self.home)?;
             let limit = slice.listings_left().min(PAGE_FILES);
@@ -391,13 +426,19 @@ impl Shared {
             slice.listed(&page, limit);
             let objects = page.files.iter().map(|file| file.object).collect();
             let done = self.delete_unknown(&objects, slice)?;
-            result = result.and(done.failed.map_or(Ok(()), |failure| Err(failure.error)));
+            if let Some(failure) = done.failed {
+                cleanup.has_failed = true;
+                if first.is_ok() {
+                    *first = Err(failure.error);
+                }
+            }
             if done.is_held || done.is_cut {
-                return result.map(|()| false);
+                return Ok(Reached::Part);
             }
             match page.next {
                 Some(next) => since.after = next,
-                None => return result.map(|()| true),
+                None if cleanup.has_failed => return Ok(Reached::EndWithRest),
+                None => return Ok(Reached::End),
             }
         }
     }
@@ -428,7 +469,7 @@ impl Shared {
         // While a restore may be about to reference them, the session stays in cleanup.
         let done = self.garbage().delete_unneeded(&unknown, Unneeded::Left, slice)?;
         failpoint::hit("gc-session-object-deleted");
-        slice.done.deleted += done.objects as u64;
+        slice.count(&done);
         Ok(Deletions { is_cut: is_cut || done.is_cut, ..done })
     }
 }

@@ -1,6 +1,7 @@
 //! The configuration file: built-in defaults, then millrace.toml, then `MILLRACE_…` variables. The caller names the
 //! tables that it reads.
 
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use millrace_leaf::bounded_file;
@@ -24,6 +25,22 @@ pub struct Loaded<S> {
 }
 
 impl<S> Loaded<S> {
+    /// The file that was read, for another process to read it again.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a pipe: the other process would find it empty, and take the defaults.
+    pub fn file_to_share(&self) -> Result<Option<&Path>> {
+        let file = self.file.as_deref();
+        let kind = file.and_then(|file| std::fs::metadata(file).ok()).map(|metadata| metadata.file_type());
+        match (file, kind) {
+            (Some(file), Some(kind)) if kind.is_fifo() => Err(Error::Usage(format!(
+                "cannot hand the configuration {} to another process: a pipe can be read only once; write it to a file",
+                file.display()
+            ))),
+            _ => Ok(file),
+        }
+    }
+
     /// A path of the configuration, resolved against the folder of its file.
     pub fn resolve(&self, path: &Path) -> PathBuf {
         match self.file.as_deref().and_then(Path::parent) {
@@ -281,6 +298,19 @@ mod tests {
             without_value("invalid type: integer `5`, expected a map"),
             "invalid type: integer, expected a map"
         );
+    }
+
+    #[test]
+    fn a_configuration_of_a_pipe_is_handed_to_no_other_process() {
+        let folder = tempfile::tempdir().unwrap();
+        let [pipe, file] = ["pipe", "file"].map(|name| folder.path().join(name));
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::fs::write(&file, b"").unwrap();
+        let loaded = |file: Option<&Path>| Loaded { settings: (), file: file.map(Path::to_owned) };
+        assert_eq!(loaded(Some(&file)).file_to_share().unwrap(), Some(file.as_path()));
+        assert_eq!(loaded(None).file_to_share().unwrap(), None);
+        let error = loaded(Some(&pipe)).file_to_share().unwrap_err().to_string();
+        assert!(error.contains("write it to a file"), "{error}");
     }
 
     #[test]

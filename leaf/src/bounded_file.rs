@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::time::Duration;
 
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 /// How long a pipe or a device may be silent.
@@ -30,11 +31,14 @@ pub fn read(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
     loop {
         if is_pipe {
             let timeout = PollTimeout::try_from(SILENCE_MAX).unwrap_or(PollTimeout::MAX);
-            if poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], timeout)? == 0 {
-                let seconds = SILENCE_MAX.as_secs();
-                let reason = format!("it gave nothing for {seconds} s");
-                return Err(Error::new(ErrorKind::TimedOut, reason));
-            }
+            match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], timeout) {
+                Err(Errno::EINTR) => continue,
+                Ok(0) => {
+                    let reason = format!("it gave nothing for {} s", SILENCE_MAX.as_secs());
+                    return Err(Error::new(ErrorKind::TimedOut, reason));
+                }
+                polled => polled?,
+            };
         }
         match (&mut file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes) {
             Ok(_) if bytes.len() as u64 > bytes_max => {

@@ -42,10 +42,15 @@ def dividing(frame: FrameType | None, world: int, workers: int) -> str | None:
         if attribute is not None and _number(owner, attribute) > 1:
             module = frame.f_globals["__name__"].partition(".")[0]
             # Of these, only sharding_filter counts the workers as well.
-            if world > 1 or (module == "torch" and workers > 1):
+            if world > 1 or (module == "torch" and workers > 1 and not _is_of_ranks(owner)):
                 return _text(module, type(owner).__name__, world)
         frame = frame.f_back
     return None
+
+
+def _is_of_ranks(owner: Any) -> bool:
+    """Whether a sharding_filter divides among ranks only."""
+    return getattr(getattr(owner, "sharding_group_filter", None), "name", None) == "DISTRIBUTED"
 
 
 def _text(module: str, name: str, world: int) -> str:

@@ -6,6 +6,7 @@ import bisect
 import datetime
 import operator
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from millrace import _native
+from millrace.division import dividing
 from millrace.errors import ConflictError, Error, UsageError
 from millrace.image import Image
 from millrace.ranks import own_rank
@@ -243,6 +245,9 @@ class Feed:
         self._reading = os.getpid(), threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
+        again = dividing(sys._getframe(1), self._arguments["world"], 1)
+        if again is not None:
+            raise UsageError(f"read {self.dataset}: {again}")
         self._end, self._has_ended = self._place if self._is_over else None, False
         return self
 

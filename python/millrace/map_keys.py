@@ -73,7 +73,7 @@ def _is_key(kind: Any) -> bool:
         or types.is_large_string(kind)
         or types.is_binary(kind)
         or types.is_large_binary(kind)
-        or types.is_date(kind)
+        or types.is_date32(kind)
         or (types.is_timestamp(kind) and kind.unit != "ns")
     )
 
@@ -92,7 +92,7 @@ def _ordered(array: Any) -> Any:
         return array.view(pyarrow.large_binary())
     if types.is_date32(kind):
         return array.view(pyarrow.int32())
-    if types.is_date64(kind) or types.is_timestamp(kind):
+    if types.is_timestamp(kind):
         # Times as numbers: local times come twice when clocks are set back.
         return array.view(pyarrow.int64())
     if types.is_floating(kind):

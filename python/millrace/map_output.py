@@ -92,7 +92,10 @@ def _is_column(value: Any) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    # As a Python object, a time in nanoseconds is an integer.
+    return value if getattr(value.dtype, "kind", "") in ("M", "m") else value.item()
 
 
 def _column(name: Any, column: Any) -> Any:

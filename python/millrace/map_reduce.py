@@ -87,9 +87,13 @@ class Reducer:
                 rows += batch.num_rows
                 sorter.add(batch)
             if names is not None and sorter is not None:
-                for _, pieces in itertools.groupby(_pieces(sorter.sorted(), names), operator.attrgetter("order")):
+                found = _Pieces(_pieces(sorter.sorted(), names))
+                for _, pieces in itertools.groupby(found, operator.attrgetter("order")):
                     keys += 1
                     self._reduce(pieces, output, what)
+                    if found.failure is not None:
+                        # The function has caught it, and the rows behind it are missing.
+                        raise UsageError(f"{what}: the rows of key {keys} and of those behind it: {found.failure}") from found.failure
             return output.finish(rows, keys)
         except BaseException as error:
             output.discard()
@@ -135,6 +139,26 @@ class _Piece:
     order: tuple[Any, ...]
     key: Any
     rows: Any
+
+
+class _Pieces:
+    """The pieces, and the error that ended them: the function that reads them may catch it."""
+
+    def __init__(self, pieces: Iterator[_Piece]) -> None:
+        self._pieces = pieces
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> _Pieces:
+        return self
+
+    def __next__(self) -> _Piece:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 def _pieces(batches: Iterator[Any], keys: Keys) -> Iterator[_Piece]:

@@ -489,11 +489,12 @@ impl Values {
 
     /// A DLPack capsule; its tensor keeps this object alive. On a GPU, `stream` waits for the values. It must live as long
     /// as the tensor, whose memory is used again behind all that this stream has queued when the tensor is freed.
-    #[pyo3(signature = (stream=None, *, dl_device=None, **_options))]
+    #[pyo3(signature = (stream=None, *, dl_device=None, copy=None, **_options))]
     fn __dlpack__<'py>(
         slf: Bound<'py, Self>,
         stream: Option<isize>,
         dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
         _options: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let values = slf.get();
@@ -502,6 +503,11 @@ impl Values {
                 "the values are on device {:?} of DLPack, and are not copied to {asked:?}",
                 values.device()
             )));
+        }
+        if copy == Some(true) {
+            return Err(PyBufferError::new_err(
+                "the values are not copied here: copy the array of the tensor",
+            ));
         }
         values.hand_over(slf.py(), stream)?;
         tensor::capsule(slf)

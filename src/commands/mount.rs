@@ -235,7 +235,7 @@ pub(super) fn same_command(
         .arg(&context.log)
         .arg("--home")
         .arg(context.home.root());
-    if let Some(file) = &context.loaded.file {
+    if let Some(file) = context.loaded.file_to_share()? {
         command.arg("--config").arg(file);
     }
     command.arg("mount").arg(args.spec.to_string()).arg(&args.path);

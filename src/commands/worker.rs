@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use millrace_datafs::Datafs;
 use millrace_home::Home;
+use millrace_trainer::job::JobFile;
 use millrace_trainer::join::{ClientTls, Join, Listen, Token};
 use millrace_trainer::launch::WorkerCommand;
 use millrace_trainer::worker::JoinEnd;
@@ -57,7 +58,7 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
         silence: Duration::from_millis(config.trainer.heartbeat_lost_ms),
         leaves_on_hangup: !crate::ignores_hangup(),
     };
-    let scripts = node(out, &home, loaded.file.as_deref(), args.log_dir.as_deref());
+    let scripts = node(out, &home, loaded.file_to_share()?, args.log_dir.as_deref());
     // Jobs on topics alone need brokers. The embedded one of this home is no other machine's.
     let kafka = (!config.streams.is_embedded()).then(|| config.streams.kafka(home.root())).transpose()?;
     let name = job.as_ref().map_or_else(String::new, |job| job.name.to_string());
@@ -81,6 +82,8 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
             standby: true,
             abandon_run: false,
         };
+        // The number of workers is no part of a run, and a coordinator may have been given another one.
+        let job = JobFile { workers: None, workers_min: None, workers_max: Some(1), ..job };
         Awaited { job, setup }
     });
     let end =

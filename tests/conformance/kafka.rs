@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -63,6 +64,8 @@ impl Kafka {
                 .stdin(Stdio::piped())
                 .stdout(Stdio::null())
                 .stderr(Stdio::null())
+                // Ctrl-C of the tests is not for it.
+                .process_group(0)
                 .spawn();
             kafka._guard = Some(guard.unwrap());
             kafka

@@ -54,6 +54,9 @@ pub(crate) struct Origin {
 }
 
 /// The next offset of every partition that was ingested into a volume at a snapshot.
+///
+/// # Errors
+/// The volume's, and a damaged offset: without it, the lineage would lack a partition.
 pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i64>>> {
     let keys = dataset
         .key_scan(OFFSETS_PREFIX)
@@ -66,11 +69,15 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
         };
         let partition: Option<i32> = partition.parse().ok();
         let offset: Option<i64> = std::str::from_utf8(&value).ok().and_then(|v| v.parse().ok());
-        if let (Some(partition), Some(offset)) = (partition, offset) {
-            // Two ingest jobs of one topic: the lower offset, up to which both have landed records.
-            let known = offsets.entry(topic.to_owned()).or_default().entry(partition);
-            known.and_modify(|next| *next = offset.min(*next)).or_insert(offset);
-        }
+        let (Some(partition), Some(offset)) = (partition, offset) else {
+            let (what, reason) =
+                (format!("key {key} of ingest"), "it is no offset of a partition".to_owned());
+            let damaged = millrace_datafs::Error::Corrupt { what, reason };
+            return Err(Error::volume(format!("read landed offsets of {}", dataset.spec()), damaged));
+        };
+        // Two ingest jobs of one topic: the lower offset, up to which both have landed records.
+        let known = offsets.entry(topic.to_owned()).or_default().entry(partition);
+        known.and_modify(|next| *next = offset.min(*next)).or_insert(offset);
     }
     Ok(offsets)
 }

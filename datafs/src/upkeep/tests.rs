@@ -359,3 +359,30 @@ fn a_million_objects_on_postgres() {
     }
     assert!(keepers[1..].iter().all(|keeper| keeper.turn.is_none()));
 }
+
+#[test]
+fn what_a_dead_session_left_stays_in_cleanup_until_it_can_be_deleted() {
+    let home = tempfile::tempdir().unwrap();
+    let [killed, other] = [(); 2].map(|()| open(home.path()));
+    let store = Config::default().store_path(home.path());
+    let [stuck, free] = [1, 2].map(|number: u64| {
+        let object = ObjectId::new(killed.shared.session.id(), number << 16, Layout::Framed);
+        store.join(object.data_name())
+    });
+    // A folder with a file cannot be deleted as an object.
+    std::fs::create_dir_all(stuck.join("inside")).unwrap();
+    std::fs::create_dir_all(free.parent().unwrap()).unwrap();
+    std::fs::write(&free, b"").unwrap();
+    killed.shared.session.lose_lock();
+    let mut keeper = keeper(&other);
+    let failures = (0..4).filter(|_| keeper.tick(&other.shared, LIMITS).is_err()).count();
+    assert!(failures >= 2 && stuck.exists() && !free.exists(), "{failures} failures");
+    assert_eq!(other.shared.cleanups().unwrap().len(), 1);
+    std::fs::remove_dir_all(&stuck).unwrap();
+    std::fs::write(&stuck, b"").unwrap();
+    for _ in 0..4 {
+        keeper.tick(&other.shared, LIMITS).unwrap();
+    }
+    assert!(!stuck.exists() && other.shared.cleanups().unwrap().is_empty());
+    std::mem::forget(killed);
+}

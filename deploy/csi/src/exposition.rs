@@ -3,8 +3,9 @@
 //! Each text is parsed in whole before anything of it is merged, so a half-written or hostile one adds nothing. Labels
 //! that tell the texts apart are added to every sample; a text that has one of them itself is refused.
 //!
-//! Bounds: 16 KiB a line, 1,000 families and 50,000 samples a text, 64 MiB for the result.
+//! Bounds: 16 KiB a line, 1,000 families and 50,000 samples a text, 64 MiB for all texts together.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 
@@ -88,6 +89,20 @@ impl Exposition {
             }
         }
         Ok(left_out)
+    }
+
+    /// Puts the families of merged texts behind those of this one. A family of another kind is left out.
+    pub(crate) fn absorb(&mut self, other: Exposition) {
+        self.bytes += other.bytes;
+        for (name, mut family) in other.families {
+            match self.families.entry(name) {
+                Entry::Vacant(place) => drop(place.insert(family)),
+                Entry::Occupied(mut place) if place.get().kind == family.kind => {
+                    place.get_mut().samples.append(&mut family.samples);
+                }
+                Entry::Occupied(_) => {}
+            }
+        }
     }
 
     /// The merged text.

@@ -177,11 +177,14 @@ impl Homes {
             return Ok(Place { root: self.own.root.clone(), config });
         }
         let identity = identity(&config);
-        // Files of the driver's own home, by absolute paths, are no tenant's. One disk may hold all caches.
+        // Files of the driver's own home, by absolute paths, are no tenant's. One disk may hold all caches, each with the
+        // bound of the driver's, and none inside of another.
         let unset = Config::default();
         (config.meta_file, config.store_dir) = (unset.meta_file, unset.store_dir);
         if config.cache_dir.is_absolute() {
-            config.cache_dir = config.cache_dir.join("tenants").join(&identity);
+            let mut beside = config.cache_dir.into_os_string();
+            beside.push("-tenants");
+            config.cache_dir = PathBuf::from(beside).join(&identity);
         }
         Ok(Place { root: self.tenants.join(identity), config })
     }

@@ -191,11 +191,10 @@ async fn gather(sources: Vec<Source>, own: impl Fn() -> String) -> String {
         }
     }
     let mut all = Exposition::default();
-    for text in [own(), servers.render()] {
-        if let Err(error) = all.add(&text, &[]) {
-            tracing::warn!(%error, "metrics cannot be merged");
-        }
+    if let Err(error) = all.add(&own(), &[]) {
+        tracing::warn!(%error, "the driver's own metrics cannot be merged");
     }
+    all.absorb(servers);
     all.render()
 }
 

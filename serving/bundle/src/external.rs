@@ -188,6 +188,9 @@ pub(crate) fn check_initializers(model: &ModelProto) -> Result<(), String> {
         let wrong = |reason: String| {
             Err(format!("initializer {:?} of extents {:?}: {reason}", shorten(tensor.name()), tensor.dims))
         };
+        if tensor.dims.contains(&0) {
+            continue;
+        }
         let product = |product: u64, extent: &i64| product.checked_mul(u64::try_from(*extent).ok()?);
         let Some(count) = tensor.dims.iter().try_fold(1, product) else {
             return wrong("the extents are negative or too large".to_owned());
@@ -197,12 +200,26 @@ pub(crate) fn check_initializers(model: &ModelProto) -> Result<(), String> {
             Ok(DataType::Float) => tensor.float_data.len(),
             Ok(DataType::Double) => tensor.double_data.len(),
             Ok(DataType::Int64) => tensor.int64_data.len(),
-            Ok(DataType::Int32 | DataType::Int16 | DataType::Int8 | DataType::Uint16 | DataType::Uint8) => {
-                tensor.int32_data.len()
-            }
+            Ok(
+                DataType::Int32
+                | DataType::Int16
+                | DataType::Int8
+                | DataType::Uint16
+                | DataType::Uint8
+                | DataType::Bool
+                | DataType::Float16
+                | DataType::Bfloat16,
+            ) => tensor.int32_data.len(),
+            Ok(DataType::Uint32 | DataType::Uint64) => tensor.uint64_data.len(),
             Ok(DataType::String) => tensor.string_data.len(),
-            // Several elements may share a number.
-            _ if raw == 0 => continue,
+            // Several elements may share a number, or one element have two.
+            _ if raw == 0
+                && !(tensor.int32_data.is_empty()
+                    && tensor.float_data.is_empty()
+                    && tensor.double_data.is_empty()) =>
+            {
+                continue;
+            }
             _ => 0,
         } as u64;
         match bytes_of(tensor) {

@@ -211,7 +211,7 @@ fn start(context: &Context, python: &Path) -> Result<Child> {
         .stdout(Stdio::piped())
         .process_group(0)
         .kill_on_drop(true);
-    if let Some(file) = &context.loaded.file {
+    if let Some(file) = context.loaded.file_to_share()? {
         command.env("MILLRACE_CONFIG", file);
     }
     command.spawn().with_context(|| format!("cannot start {}", python.display()))

@@ -1,6 +1,6 @@
 //! The metrics of a mount at a Unix socket: a connection gets the text and an end mark, and is closed.
 //!
-//! A successor of this process takes the path over in one step. Nobody removes it here: what dies leaves a socket that
+//! A successor of this process takes the path over in one step. This process does not remove it: after its end the socket
 //! refuses connections, and `millrace csi` removes it when it unpublishes the volume.
 
 use std::fs::{self, Permissions};

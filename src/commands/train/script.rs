@@ -66,7 +66,7 @@ pub(super) async fn run(context: &Context, script: &Path, args: &TrainArgs) -> R
         home: context.home.root().to_owned(),
         config,
         listen,
-        node: node(context.out, &context.home, context.loaded.file.as_deref(), given.log_dir.as_deref()),
+        node: node(context.out, &context.home, context.loaded.file_to_share()?, given.log_dir.as_deref()),
     };
     let out = context.out;
     let mut teller = Teller { out, host, told: ScriptProgress::default(), is_announced: false };

@@ -29,15 +29,16 @@ pub(super) fn divide(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphEr
     Ok(b.mark(whole, is_merged))
 }
 
-/// A remainder: with the sign of the divisor, or with `fmod` with that of the dividend. That of floats needs `fmod`.
+/// A remainder of whole numbers: with the sign of the divisor, or with `fmod` with that of the dividend. That of floats would
+/// be off by a divisor where the quotient is rounded.
 pub(super) fn modulo(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let is_whole = call.element(b, 0).is_some_and(|element| types::kind(element) == Kind::Integer);
     let like_c = call.int("fmod", 0)? != 0;
     let (dividend, divisor) = (call.value(b, 0)?, call.value(b, 1)?);
     call.finish(2)?;
     let site = call.site;
-    if !is_whole && !like_c {
-        return Err(site.form("a remainder of floats needs fmod = 1"));
+    if !is_whole {
+        return Err(site.form("remainders of floats are not exact here, those of integers are supported"));
     }
     let quotient = join_at(b, &site, Binary::Div, dividend, divisor)?;
     let whole = map(b, &site, if like_c { Unary::Trunc } else { Unary::Floor }, quotient)?;

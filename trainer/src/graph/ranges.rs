@@ -25,7 +25,7 @@ pub(super) type Range = (f64, f64);
 
 /// The range of a value of whole numbers; `None` if nothing bounds it.
 pub(super) fn range(b: &Builder, value: ValueId) -> Option<Range> {
-    Search { b, below: u32::MAX, visited: HashMap::new(), origins: Vec::new() }.range(value)
+    Search::new(b, u32::MAX, false).range(value)
 }
 
 /// Computed positions that lie in a table of `size` rows, and whether any of them may have counted from its end.
@@ -40,7 +40,7 @@ pub(super) fn within(
     let fits = |range: &Range| range.0 >= -limit && range.1 < limit;
     let mut found = range(b, positions).filter(fits);
     if found.is_none() {
-        let mut search = Search { b, below: size, visited: HashMap::new(), origins: Vec::new() };
+        let mut search = Search::new(b, size, false);
         found = search.range(positions).filter(fits);
         if found.is_some() {
             for (origin, _) in search.origins {
@@ -65,12 +65,23 @@ struct Search<'a> {
     b: &'a Builder,
     /// A bound that the inputs are taken to have, besides their own.
     below: u32,
+    /// The search is for a side of a condition, and follows no further conditions.
+    is_apart: bool,
     visited: HashMap<ValueId, Option<Range>>,
     /// The places of the inputs that were read, and their ranges.
     origins: Vec<(Rc<[u32]>, Range)>,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    fn new(b: &'a Builder, below: u32, is_apart: bool) -> Search<'a> {
+        Search { b, below, is_apart, visited: HashMap::new(), origins: Vec::new() }
+    }
+
+    /// The range of a value that only decides on others: it needs no bound, and none is assumed.
+    fn apart(&self, value: ValueId) -> Option<Range> {
+        if self.is_apart { None } else { Search::new(self.b, u32::MAX, true).range(value) }
+    }
+
     fn range(&mut self, value: ValueId) -> Option<Range> {
         if let Some(known) = self.visited.get(&value) {
             return *known;
@@ -112,11 +123,11 @@ impl Search<'_> {
             }
             Op::Compare(_) => Some(self.comparison(value)),
             Op::Where => {
-                let (first, second) = (self.range(inputs[1]), self.range(inputs[2]));
-                match self.range(inputs[0]) {
-                    Some((low, high)) if low > 0.0 || high < 0.0 => first,
-                    Some((0.0, 0.0)) => second,
-                    _ => Some(union(first?, second?)),
+                // What is never taken needs no bound.
+                match self.apart(inputs[0]) {
+                    Some((low, high)) if low > 0.0 || high < 0.0 => self.range(inputs[1]),
+                    Some((0.0, 0.0)) => self.range(inputs[2]),
+                    _ => Some(union(self.range(inputs[1])?, self.range(inputs[2])?)),
                 }
             }
             Op::Binary(kind) => {
@@ -162,11 +173,11 @@ impl Search<'_> {
     }
 
     /// The range of a comparison, which is one number where those of its sides tell them apart.
-    fn comparison(&mut self, value: ValueId) -> Range {
+    fn comparison(&self, value: ValueId) -> Range {
         let b = self.b;
         let Some(node) = b.node_of(value) else { return (0.0, 1.0) };
         let Op::Compare(kind) = node.op else { return (0.0, 1.0) };
-        let (Some(first), Some(second)) = (self.range(node.inputs[0]), self.range(node.inputs[1])) else {
+        let (Some(first), Some(second)) = (self.apart(node.inputs[0]), self.apart(node.inputs[1])) else {
             return (0.0, 1.0);
         };
         let (always, never) = match kind {

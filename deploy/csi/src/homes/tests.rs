@@ -63,8 +63,8 @@ fn a_tenant_shares_no_files_with_the_driver_or_with_another_tenant() {
     });
     assert!(one.meta_file.is_relative() && one.store_dir.is_relative());
     assert!(
-        one.cache_dir.starts_with("/disk/cache/tenants")
-            && other.cache_dir.starts_with("/disk/cache/tenants")
+        one.cache_dir.starts_with("/disk/cache-tenants")
+            && other.cache_dir.starts_with("/disk/cache-tenants")
     );
     assert_ne!(one.cache_dir, other.cache_dir);
     let own = homes.place(&HashMap::new()).unwrap().config;

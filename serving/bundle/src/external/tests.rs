@@ -270,7 +270,16 @@ fn initializers_have_the_elements_that_their_extents_say() {
     ] {
         assert_eq!(check(sound), Ok(()));
     }
+    let half = |packed: usize| TensorProto {
+        data_type: Some(DataType::Float16 as i32),
+        int32_data: vec![0; packed],
+        ..tensor(&[2, 2], None, 0)
+    };
+    assert_eq!(check(half(4)), Ok(()));
+    assert_eq!(check(tensor(&[1 << 40, 1 << 40, 0], None, 0)), Ok(()));
     for (wrong, reason) in [
+        (half(0), "0 elements instead of 4"),
+        (half(3), "3 elements instead of 4"),
         (tensor(&[1 << 40, 1 << 40], Some(32), 0), "too large"),
         (tensor(&[-1, 4], Some(16), 0), "negative"),
         (tensor(&[1 << 31, 1 << 31, 2], None, 0), "0 elements instead of"),

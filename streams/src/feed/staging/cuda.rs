@@ -147,8 +147,8 @@ impl Drop for Gpu {
         if !self.copies.is_null()
             && let Ok(_bound) = self.bind()
         {
-            // SAFETY: created by `open`, and destroyed once; slots, which use it, hold this value. Errors of the end are
-            // nobody's to handle: the driver may have ended first.
+            // SAFETY: created by `open`, and destroyed once; slots, which use it, hold this value. Errors of the end
+            // are ignored: the driver may have ended first.
             unsafe { stream::destroy(self.copies) }.ok();
         }
         // SAFETY: retained by `open`, and released once.
@@ -314,7 +314,7 @@ impl Drop for GpuMemory {
         }
         let Ok(_bound) = self.gpu.bind() else { return };
         // SAFETY: each handle was made by `allocate` or `behind`, and is freed once, after all that uses it is done. Errors
-        // of the end are nobody's to handle: the driver may have ended first.
+        // of the end are ignored: the driver may have ended first.
         unsafe {
             if self.is_unordered {
                 ctx::synchronize().ok();

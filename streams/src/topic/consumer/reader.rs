@@ -166,13 +166,18 @@ impl Reader {
                     passed.push((partition, end));
                 }
                 Ok(TailAction::ReadAgain) => {
-                    self.client.seek(&topic, partition, Offset::Offset(next), ANSWER_WAIT).map_err(
-                        |error| {
-                            let action = format!("read the end of topic {topic} partition {partition} again");
-                            translate(&self.kafka, &self.context, &action, ANSWER_WAIT, error)
-                        },
-                    )?;
-                    self.tails.insert(partition, Tail::ReadAgain);
+                    let tail = match self.client.seek(&topic, partition, Offset::Offset(next), ANSWER_WAIT) {
+                        Ok(()) => Tail::ReadAgain,
+                        // The library does not tell a time-out from other errors here.
+                        Err(error) => {
+                            tracing::warn!(
+                                topic, partition, %error,
+                                "the end of a partition cannot be read again; it is tried again later"
+                            );
+                            Tail::Reported { is_confirmed: false, check_at: Instant::now() + TAIL_PAUSE }
+                        }
+                    };
+                    self.tails.insert(partition, tail);
                 }
                 Ok(TailAction::Fail { low, high }) => {
                     return Err(Error::OffsetOutOfRange { topic, partition, requested: end, low, high });
@@ -205,6 +210,10 @@ impl Reader {
             return;
         }
         *next = offset + 1;
+        if self.topics.len() == 1 {
+            // A report of the end from before this record confirms nothing any more.
+            self.tails.remove(&partition);
+        }
         let headers = headers(message).inspect_err(|code| {
             let topic = &self.topics[topic];
             tracing::warn!(topic, partition, offset, error = %code, "the headers of a record cannot be read: the record is returned without them");

@@ -100,14 +100,6 @@ pub(super) fn arithmetic() -> Vec<Case> {
             p.node("Pow", &[&positive, &exponent], vec![])
         }));
     }
-    cases.push(case("Mod like C", 17, &[2, 6], |p, x| {
-        let (w, v) = (p.param(&[2, 6]), p.param(&[6]));
-        let scaled = p.node("Mul", &[x, &w], vec![]);
-        let divisor = p.node("Exp", &[&v], vec![]);
-        let four = p.constant(&[], vec![4.0]);
-        let wide = p.node("Mul", &[&scaled, &four], vec![]);
-        p.node("Mod", &[&wide, &divisor], vec![int("fmod", 1)])
-    }));
     cases.push(case("Pow of negative numbers by an integer", 17, &[6], |p, x| {
         let w = p.param(&[6]);
         let scaled = p.node("Mul", &[x, &w], vec![]);
