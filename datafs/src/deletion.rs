@@ -80,6 +80,11 @@ pub(crate) struct Failure {
 }
 
 impl Deletions {
+    /// How many objects the store did not delete.
+    pub(crate) fn refused(&self) -> usize {
+        self.failed.as_ref().map_or(0, |failure| failure.objects.len())
+    }
+
     fn add(&mut self, tried: Tried) {
         self.objects += tried.deleted.len();
         match (&mut self.failed, tried.failed) {

@@ -58,8 +58,8 @@ impl GarbageList<'_> {
             failpoint::hit("gc-garbage-due");
             let done = self.delete_unneeded(&due, Unneeded::Garbage, slice)?;
             deleted.objects += done.objects as u64;
-            slice.count(&done);
-            let failed = done.failed.as_ref().map_or(0, |failure| failure.objects.len());
+            let failed = done.refused();
+            slice.count(done.objects, failed);
             result = result.and(done.failed.map_or(Ok(()), |failure| Err(failure.error)));
             if done.is_held {
                 deleted.held += (due.len() - done.objects - failed) as u64;

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use crate::deletion::Deletions;
 use crate::election::Turn;
 use crate::error::Result;
 use crate::meta::engine::{ReadTxn, WriteTxn};
@@ -105,10 +104,10 @@ impl<'a> Slice<'a> {
         left.min(REFUSED_MAX.saturating_sub(self.done.refused)) as usize
     }
 
-    /// Counts deletions.
-    pub(crate) fn count(&mut self, done: &Deletions) {
-        self.done.deleted += done.objects as u64;
-        self.done.refused += done.failed.as_ref().map_or(0, |failure| failure.objects.len() as u64);
+    /// Counts deletions, and those that the store refused.
+    pub(crate) fn count(&mut self, deleted: usize, refused: usize) {
+        self.done.deleted += deleted as u64;
+        self.done.refused += refused as u64;
     }
 
     /// Files that may still be listed.

@@ -469,7 +469,7 @@ impl Shared {
         // While a restore may be about to reference them, the session stays in cleanup.
         let done = self.garbage().delete_unneeded(&unknown, Unneeded::Left, slice)?;
         failpoint::hit("gc-session-object-deleted");
-        slice.count(&done);
+        slice.count(done.objects, done.refused());
         Ok(Deletions { is_cut: is_cut || done.is_cut, ..done })
     }
 }
