@@ -1,4 +1,4 @@
-//! What the threads of group commit share under its lock: the batches, and the moment that readers see.
+//! State that the threads of group commit share under its lock: the batches, and the moment that readers see.
 //!
 //! [`super::group`] explains how they go together.
 

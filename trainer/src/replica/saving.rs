@@ -1,4 +1,4 @@
-//! When and how a replica makes its state durable: in the background while it trains, and before it ends or leaves.
+//! Checkpoints of a replica: in the background while it trains, and before it ends or leaves.
 
 use super::{Replica, is_usable};
 use crate::checkpoint::{Checkpoints, Finish};
