@@ -517,14 +517,16 @@ impl Shared {
                 self.engine
                     .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))
             };
-            match write() {
-                Err(Error::NoSpace { .. }) if self.reserve.release() => {
-                    let written = write();
-                    self.reserve.take_back();
-                    written?;
-                }
-                done => done?,
+            let mut written = write();
+            let mut released = false;
+            while matches!(written, Err(Error::NoSpace { .. })) && self.reserve.release() {
+                released = true;
+                written = write();
             }
+            if released {
+                self.reserve.take_back();
+            }
+            written?;
         }
         self.turn.finish(started.max(committed));
         Ok(())

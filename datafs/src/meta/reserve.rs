@@ -1,8 +1,9 @@
 //! Reserved space on the disk of the metadata, for transactions that free space.
 //!
 //! Every change needs space, because SQLite appends it to the log first. So a file beside the metadata holds
-//! some blocks. When a commit that frees space finds none, it releases these blocks and is retried. Until the
-//! blocks are reserved again, every process of the home refuses operations that take space.
+//! some blocks. When a commit that frees space finds none, it releases a part of these blocks and is retried.
+//! Until the blocks are reserved again, every process of the home refuses operations that take space. Only a
+//! part, because whoever fills the disk may take what was released before the commit does.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::MetadataExt as _;
@@ -24,9 +25,11 @@ const BYTES_MIN: u64 = 1 << 20;
 const BYTES_MAX: u64 = 8 << 20;
 /// Step in which space is reserved on a nearly full disk.
 const STEP_BYTES: u64 = 64 << 10;
+/// A commit without space releases 1/`RELEASED_PART` of the reserve at a time, at least [`STEP_BYTES`].
+const RELEASED_PART: u64 = 16;
 /// How often a process checks whether another one has released the reserve.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// With less free space the reserve is released before the metadata is opened, because that takes some.
+/// With less free space as much of the reserve is released before the metadata is opened, which takes some.
 const OPENING_BYTES: u64 = 256 << 10;
 
 /// The reserve file, and whether it holds its blocks as far as this process knows.
@@ -54,11 +57,11 @@ impl Reserve {
         }
     }
 
-    /// Releases the reserve if the metadata could not be opened without it. The caller then calls
+    /// Releases [`OPENING_BYTES`] if the metadata could not be opened without them. The caller then calls
     /// [`Reserve::take_back`].
     pub(crate) fn let_open(&self) {
         if Space::beside(&self.place).is_some_and(|space| space.available < OPENING_BYTES) {
-            self.release();
+            self.release_bytes(OPENING_BYTES);
         }
     }
 
@@ -92,11 +95,23 @@ impl Reserve {
         whole
     }
 
-    /// Releases the reserve. Returns whether any space was reserved.
+    /// Releases a part of the reserve. Returns false when none was left. A caller that still finds no space
+    /// calls again.
     pub(crate) fn release(&self) -> bool {
+        self.release_bytes((self.bytes / RELEASED_PART).max(STEP_BYTES))
+    }
+
+    fn release_bytes(&self, bytes: u64) -> bool {
         self.short.store(true, Ordering::Release);
-        let held = fs::metadata(&self.path).is_ok_and(|file| file.blocks() > 0);
-        held && OpenOptions::new().write(true).open(&self.path).and_then(|file| file.set_len(0)).is_ok()
+        let cut = || {
+            let file = OpenOptions::new().write(true).open(&self.path)?;
+            let found = file.metadata()?;
+            // The blocks are those of the file's beginning: a length set by two processes at once has a hole.
+            let held = found.len().min(found.blocks() * 512);
+            file.set_len(held.saturating_sub(bytes))?;
+            Ok::<_, std::io::Error>(held > 0)
+        };
+        cut().unwrap_or(false)
     }
 
     /// Reserves released and unused space again, however little: other processes take free space, too.
@@ -197,5 +212,30 @@ mod tests {
             assert!(Instant::now() < until, "taken for whole");
             std::thread::yield_now();
         }
+    }
+
+    #[test]
+    fn it_is_released_part_by_part_until_none_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let reserve = Reserve::of(&dir.path().join("meta.sqlite"));
+        assert!(reserve.restore());
+        let held = || fs::metadata(&reserve.path).unwrap().len();
+        let mut parts = 0;
+        let mut last = held();
+        while reserve.release() {
+            assert!(held() < last);
+            last = held();
+            parts += 1;
+        }
+        assert_eq!((last, parts), (0, RELEASED_PART));
+        assert!(!reserve.release() && !reserve.is_whole());
+        reserve.take_back();
+        assert!(reserve.is_whole());
+        // A process killed after its first step, and two at once, leave a hole behind the blocks.
+        assert!(reserve.release() && reserve.release());
+        OpenOptions::new().write(true).open(&reserve.path).unwrap().set_len(reserve.bytes).unwrap();
+        let blocks = || fs::metadata(&reserve.path).unwrap().blocks();
+        let before = blocks();
+        assert!(!reserve.is_whole() && reserve.release() && blocks() < before);
     }
 }
