@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use millrace_datafs::VolumeSpec;
 use millrace_streams::dataset::{DatasetSpec, SourceSpec};
-use millrace_streams::feed::{BucketOptions, EpochRows, FeedError, TokenLabels, TokenOptions, Until, Weight};
+use millrace_streams::feed::{
+    BucketOptions, EpochRows, FeedError, MixedSpec, TokenLabels, TokenOptions, Until, Weight,
+};
 
 /// `millrace feed`
 #[derive(Debug, Args)]
@@ -373,11 +375,8 @@ fn argument(text: &str) -> Result<(String, serde_json::Value), &'static str> {
 
 /// A dataset of a mixture with its weight.
 fn mixed(text: &str) -> Result<(SourceSpec, Weight), String> {
-    let (dataset, weight) =
-        text.rsplit_once('=').ok_or("write DATASET=WEIGHT, for example web@v1:/train=0.7")?;
-    let dataset = dataset.parse().map_err(|error: FeedError| error.to_string())?;
-    let weight = weight.parse().map_err(|error: FeedError| error.to_string())?;
-    Ok((dataset, weight))
+    let source: MixedSpec = text.parse().map_err(|error: FeedError| error.to_string())?;
+    Ok((source.dataset, source.weight))
 }
 
 /// A part of a split with its fraction.

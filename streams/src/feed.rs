@@ -79,7 +79,7 @@ pub use cursor::Cursor;
 pub use epoch::{EpochRows, Epochs};
 pub use error::{FeedError, Result};
 pub use image::{Channels, Crop, Filter as ImageFilter, IMAGE_SIDE_MAX, ImageOptions, Layout, Values};
-pub use mixture::{Mixture, MixtureFeed, MixtureSource, Until, Weight};
+pub use mixture::{MixedSpec, Mixture, MixtureFeed, MixtureSource, Until, Weight};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
     ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress,

@@ -102,6 +102,17 @@ impl AnyFeed {
         }
     }
 
+    /// Reads some slots of a global batch, in slot order, see [`Feed::batch`] and [`MixtureFeed::batch`].
+    ///
+    /// # Errors
+    /// Those of the reads.
+    pub async fn batch(&self, step: u64, slots: Range<usize>) -> Result<FeedBatch> {
+        match self {
+            Self::Dataset(feed) => feed.batch(step, slots).await,
+            Self::Mixture(feed) => feed.batch(step, slots).await,
+        }
+    }
+
     /// Estimated size of a decoded row in bytes: all columns, and the tensors of images.
     #[cfg(feature = "flight")]
     pub(crate) fn row_bytes(&self) -> u64 {

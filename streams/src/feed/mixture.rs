@@ -13,11 +13,14 @@
 //! The number of the next place is the whole state, for any number of sources, readers and rows of a batch.
 
 mod feed;
+mod places;
+mod spec;
 #[cfg(test)]
 mod tests;
 mod turns;
 
 pub use feed::MixtureFeed;
+pub use spec::MixedSpec;
 
 use std::fmt;
 use std::str::FromStr;

@@ -178,6 +178,37 @@ async fn check(case: Case) {
     rest.sort_unstable();
     expected.sort_unstable();
     assert_eq!(rest, expected);
+
+    // Whole batches by their slots, as a trainer reads them: the same rows, and each epoch has those at its places.
+    let mut by_epoch: HashMap<u64, Vec<(u32, u64)>> = HashMap::new();
+    for step in 0..places.end.div_ceil(batch) {
+        let cut = case.batch_rows / 3;
+        let mut rows = Vec::new();
+        for slots in [0..cut, cut..case.batch_rows].into_iter().filter(|slots| !slots.is_empty()) {
+            let found = feed.batch(step, slots.clone()).await.unwrap();
+            assert_eq!((found.step, &found.slots, found.rows.len()), (step, &slots, slots.len()));
+            rows.extend(found.sources.into_iter().zip(found.rows));
+        }
+        let first = (step * batch) as usize;
+        if let Some(expected) = whole.get(first..first + case.batch_rows) {
+            let expected = expected.iter().map(|(source, row)| (*source as u32, *row));
+            assert!(rows.iter().copied().eq(expected), "step {step}");
+        }
+        let at = mixture.places_of_batch(step);
+        assert_eq!(at.len(), case.batch_rows);
+        for (place, row) in at.into_iter().zip(rows) {
+            by_epoch.entry(epochs.of_place(place)).or_default().push(row);
+        }
+    }
+    for epoch in 0..2 {
+        let mut expected = Vec::new();
+        mixture.visit_rows(epochs.places(epoch..epoch + 1), |source, row| expected.push((source, row)));
+        let mut found = by_epoch.remove(&epoch).unwrap();
+        found.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(found, expected, "epoch {epoch}");
+    }
+    assert!(feed.batch(0, 0..case.batch_rows + 1).await.is_err());
 }
 
 proptest! {

@@ -143,12 +143,34 @@ impl MixtureFeed {
         Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, stride, ahead))
     }
 
-    /// A reader's rows of a part of a global batch. The places of the part belong to the sources in turns, and each
-    /// source lists its rows lane by lane: a reader with a part of the slots touches few lanes of each source.
+    /// Reads some slots of a global batch, in slot order, as [`Feed::batch`]. [`super::Mixture::places_of_batch`] tells the
+    /// place of each.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for a step or slots out of bounds, and those of [`Feed::batch`].
+    pub async fn batch(&self, step: u64, slots: Range<usize>) -> Result<FeedBatch> {
+        let mixture = &self.inner.mixture;
+        let batch_rows = mixture.batch_rows();
+        if slots.start > slots.end || slots.end > batch_rows {
+            let Range { start, end } = slots;
+            return Err(FeedError::invalid(format!("slots {start}..{end} of a batch of {batch_rows} rows")));
+        }
+        self.listed(mixture.place_of_step(step)..mixture.place_of_step(step.saturating_add(1)), slots).await
+    }
+
+    /// A reader's rows of a part of a global batch.
     pub(crate) async fn part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
-        let Inner { mixture, feeds, schema, form, has_keys, row_bytes, .. } = &*self.inner;
         check_places(&places, 1, PLACES_MAX)?;
         let slots = shard.slots_of(0..(places.end - places.start) as usize);
+        self.listed(places, slots).await
+    }
+
+    /// The rows with the numbers `slots` of those at `places`, which are in one global batch. The places belong to the
+    /// sources in turns, and each source lists its rows lane by lane: a reader with a part of the slots touches few lanes
+    /// of each source.
+    async fn listed(&self, places: Range<u64>, slots: Range<usize>) -> Result<FeedBatch> {
+        let Inner { mixture, feeds, schema, form, has_keys, row_bytes, .. } = &*self.inner;
+        check_places(&places, 1, PLACES_MAX)?;
         let own = places.start + slots.start as u64..places.start + slots.end as u64;
         let (before, after) = (mixture.counts(places.start), mixture.counts(places.end));
         let (own_before, own_after) = (mixture.counts(own.start), mixture.counts(own.end));
