@@ -351,7 +351,7 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
 }
 
 /// Trains a job once its snapshot exists. A job on the newest snapshot trains again on each newer one, until `stop`. A job
-/// on a topic trains once.
+/// on a topic trains once, and one on a mixture once all of its snapshots exist.
 async fn train_when_ready(
     context: &Context,
     path: &std::path::Path,
@@ -360,7 +360,12 @@ async fn train_when_ready(
 ) -> Result<()> {
     let mut job = millrace_trainer::job::JobFile::load(path)?;
     let datafs = context.volumes().await?;
-    let SourceSpec::Dataset(dataset) = job.dataset.clone() else {
+    let Some(SourceSpec::Dataset(dataset)) = job.dataset.one().cloned() else {
+        for source in job.dataset.sources().filter_map(SourceSpec::dataset).map(|dataset| &dataset.source) {
+            if newer_snapshot(context, (&datafs, source), None, (&stop, gauge)).await?.is_none() {
+                return Ok(());
+            }
+        }
         let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
         tracing::info!(
             model = %job.model_name(), version = report.version, end = ?report.end, dataset = %job.dataset, "training ended"

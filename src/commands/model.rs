@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
-use millrace_bundle::{Bundle, Lineage, TensorSpec};
+use millrace_bundle::{Bundle, Lineage, MixedDataset, TensorSpec};
 use millrace_home::write_atomically;
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
@@ -398,8 +398,12 @@ fn check_folder(folder: &Path) -> Result<()> {
 }
 
 /// The dataset of a training run: a topic with its offsets, or `volume@snapshot:/path`, without the path in versions of
-/// earlier programs.
-fn dataset(Lineage { volume, snapshot, path, topic, .. }: &Lineage) -> String {
+/// earlier programs. Or the datasets of a mixture with their weights.
+fn dataset(Lineage { volume, snapshot, path, topic, mixture, .. }: &Lineage) -> String {
+    if !mixture.is_empty() {
+        let mixed = mixture.iter().map(|MixedDataset { dataset, weight }| format!("{dataset}={weight}"));
+        return mixed.collect::<Vec<_>>().join(", ");
+    }
     if !topic.is_empty() {
         return topic.clone();
     }

@@ -27,6 +27,7 @@ async fn the_page_shows_models_and_runs_them() {
         snapshot: "monday".into(),
         path: HOSTILE.into(),
         topic: HOSTILE.into(),
+        mixture: Vec::new(),
         selection: HOSTILE.into(),
         offsets: BTreeMap::from([("records-topic".to_owned(), BTreeMap::from([(0, 1_437)]))]),
         config_sha256: "ab".repeat(32),

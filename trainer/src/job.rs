@@ -7,7 +7,7 @@ use millrace_datafs::{Name, VolumeSpec};
 use millrace_leaf::bounded_file;
 use millrace_leaf::suggestion::in_plain_words;
 use millrace_streams::dataset::SourceSpec;
-use millrace_streams::feed::{EpochRows, ImageOptions};
+use millrace_streams::feed::{EpochRows, ImageOptions, Until};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -21,12 +21,14 @@ use crate::strategy::Strategy;
 use crate::teacher;
 
 mod computation;
+mod dataset;
 mod features;
 mod selection;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use computation::digest_of;
+pub use dataset::JobDataset;
 pub use features::Features;
 pub use selection::Splits;
 
@@ -69,8 +71,12 @@ pub struct JobFile {
     pub name: Name,
     /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable. `volume@latest` is the newest
     /// one when the run begins. Or `topic:name@until`, a topic up to a time or a number of records; `topic:name@latest` is
-    /// what has arrived when the run begins.
-    pub dataset: SourceSpec,
+    /// what has arrived when the run begins. Or a mixture: a list of such datasets with their weights, as in
+    /// `["web@v3:/train=0.7", "books@v1:/train=0.3"]`.
+    pub dataset: JobDataset,
+    /// The end of an epoch of a mixture: `"first"`, when a dataset has delivered all its rows, or `"every"`, when all have.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub until: Until,
     /// Trains on the rows for which this condition is true, such as `"label != 3 and score >= 0.5"`; on all rows when
     /// absent.
     #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
@@ -199,7 +205,7 @@ pub struct JobFile {
 #[serde(deny_unknown_fields)]
 pub struct Validation {
     /// `volume@snapshot:/path` or `topic:name@until` of rows with the columns of the inputs and of the label that are not
-    /// trained on. When absent, `split` names a part of the job's dataset.
+    /// trained on. When absent, `split` names a part of the job's dataset. A job on a mixture needs it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dataset: Option<SourceSpec>,
     /// Evaluates on the rows for which this condition is true. When absent, that of the job holds for its own dataset.
@@ -252,7 +258,8 @@ impl Default for Shuffle {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Output {
-    /// The volume for checkpoints and bundles; the dataset's volume when absent. Required for a topic.
+    /// The volume for checkpoints and bundles; the dataset's volume when absent, of a mixture that of its first dataset.
+    /// Required for a topic.
     pub volume: Option<Name>,
     /// The directory of models in that volume.
     pub path: String,
@@ -317,6 +324,10 @@ fn default_accumulate_steps() -> usize {
 
 fn is_one(value: &usize) -> bool {
     *value == 1
+}
+
+fn is_first(until: &Until) -> bool {
+    *until == Until::First
 }
 
 fn default_every_epochs() -> u64 {
@@ -436,7 +447,10 @@ impl JobFile {
                     .to_owned(),
             );
         }
-        has_snapshot("dataset", &self.dataset)?;
+        self.dataset.check(self.until)?;
+        for dataset in self.dataset.sources() {
+            has_snapshot("dataset", dataset)?;
+        }
         if self.dataset.volume().is_none() && self.output.volume.is_none() {
             return Err(format!(
                 "dataset = \"{}\" has no volume for checkpoints and models: set output.volume",

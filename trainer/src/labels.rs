@@ -95,14 +95,26 @@ pub(crate) fn texts(column: &ArrayRef) -> Result<StringArray, ArrowError> {
     Ok(cast(column, &DataType::Utf8)?.as_string::<i32>().clone())
 }
 
-/// Reads the labels of the selected rows in the column `label` and sorts the distinct ones.
+/// Reads the labels of the selected rows of some datasets in the column `label` and sorts the distinct ones.
 pub(crate) async fn read(
-    dataset: &OpenDataset,
+    datasets: &[OpenDataset],
     selection: Option<&Selection>,
     label: &str,
 ) -> Result<Dictionary> {
-    let bad = |reason: String| Error::Data { dataset: dataset.spec().to_string(), reason };
     let mut distinct = BTreeSet::new();
+    for dataset in datasets {
+        add_labels(&mut distinct, dataset, selection, label).await?;
+    }
+    Ok(Dictionary::of(distinct))
+}
+
+async fn add_labels(
+    distinct: &mut BTreeSet<String>,
+    dataset: &OpenDataset,
+    selection: Option<&Selection>,
+    label: &str,
+) -> Result<()> {
+    let bad = |reason: String| Error::Data { dataset: dataset.spec().to_string(), reason };
     source::read_column(dataset, selection, label, |_, batch| {
         let column = batch.batch.column_by_name(label).ok_or_else(|| bad(format!("no column {label:?}")))?;
         let texts = texts(column).map_err(|e| bad(format!("column {label:?} cannot be read as text ({e})")))?;
@@ -126,6 +138,5 @@ pub(crate) async fn read(
         }
         Ok(())
     })
-    .await?;
-    Ok(Dictionary::of(distinct))
+    .await
 }

@@ -76,6 +76,7 @@ mod lock;
 pub mod metrics;
 mod model;
 pub mod optim;
+mod order;
 mod outage;
 mod output;
 pub mod precision;

@@ -10,9 +10,10 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use millrace_bundle::{Bundle, Lineage, Statistics};
+use millrace_bundle::{Bundle, Lineage, MixedDataset, Statistics};
 use millrace_datafs::{Publish, View};
-use millrace_streams::dataset::TopicSpec;
+use millrace_streams::dataset::{SourceSpec, TopicSpec};
+use millrace_streams::feed::MixedSpec;
 use object_store::ObjectStore;
 use prost::Message;
 use serde::{Deserialize, Serialize};
@@ -87,6 +88,20 @@ pub(crate) fn offsets_of_topic(topic: &TopicSpec) -> BTreeMap<String, BTreeMap<i
     let ranges = topic.range.iter().flat_map(|range| range.partitions());
     let partitions = (0..).zip(ranges.map(|range| range.next)).collect();
     BTreeMap::from([(topic.topic.clone(), partitions)])
+}
+
+/// Adds the offsets of another dataset. Of a partition that both have, the lower one counts, up to which both have its
+/// records.
+pub(crate) fn add_offsets(
+    offsets: &mut BTreeMap<String, BTreeMap<i32, i64>>,
+    others: BTreeMap<String, BTreeMap<i32, i64>>,
+) {
+    for (topic, partitions) in others {
+        let known = offsets.entry(topic).or_default();
+        for (partition, offset) in partitions {
+            known.entry(partition).and_modify(|next| *next = offset.min(*next)).or_insert(offset);
+        }
+    }
 }
 
 /// The key of the publication of a run's state after `step` steps.
@@ -193,7 +208,13 @@ pub(crate) fn publish(
             .block_on(millrace_bundle::next_version(store.as_ref(), root, name.as_str()))
             .map_err(bad)?;
         let version = free.max(last + 1);
-        let files = job.dataset.dataset();
+        let one = job.dataset.one();
+        let files = one.and_then(SourceSpec::dataset);
+        let mixed = job.dataset.mixture().unwrap_or_default().iter();
+        let mixture = mixed.map(|MixedSpec { dataset, weight }| MixedDataset {
+            dataset: dataset.to_string(),
+            weight: weight.to_string(),
+        });
         let lineage = Lineage {
             volume: files.map(|files| files.source.volume.to_string()).unwrap_or_default(),
             snapshot: files
@@ -201,7 +222,8 @@ pub(crate) fn publish(
                 .map(ToString::to_string)
                 .unwrap_or_default(),
             path: files.map(|files| files.path.clone()).unwrap_or_default(),
-            topic: job.dataset.topic().map(ToString::to_string).unwrap_or_default(),
+            topic: one.and_then(SourceSpec::topic).map(ToString::to_string).unwrap_or_default(),
+            mixture: mixture.collect(),
             selection: job.selection().ok().flatten().map(|rows| rows.to_string()).unwrap_or_default(),
             offsets: origin.offsets.clone(),
             config_sha256: origin.run.clone(),

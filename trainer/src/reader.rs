@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millrace_leaf::backoff::Backoff;
-use millrace_streams::feed::{Feed, FeedBatch, FeedError};
+use millrace_streams::feed::{AnyFeed, FeedBatch, FeedError};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
@@ -74,7 +74,7 @@ impl Reader {
     /// `what` names the read.
     pub(crate) fn read(
         &self,
-        feed: &Feed,
+        feed: &AnyFeed,
         (batch, slots): (u64, Range<usize>),
         first: Option<Reading>,
         what: &str,

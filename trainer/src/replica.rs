@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
-use millrace_streams::feed::{Epochs, Feed, FeedBatch, Plan};
+use millrace_streams::feed::{AnyFeed, Epochs, FeedBatch};
 use prost::Message;
 use tokio::runtime::Handle;
 
@@ -19,6 +19,7 @@ use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, RowsDigest, Tally};
 use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
+use crate::order::Order;
 use crate::outage::Outage;
 use crate::output::Output;
 use crate::precision::{LossScale, Precision};
@@ -57,8 +58,8 @@ struct Pass {
 pub(crate) struct Replica {
     job: JobFile,
     runtime: Handle,
-    plan: Arc<Plan>,
-    feed: Feed,
+    order: Order,
+    feed: AnyFeed,
     columns: Columns,
     validator: Option<Validator>,
     engine: Engine,
@@ -80,7 +81,8 @@ pub(crate) struct Replica {
     mean: Vec<f32>,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
-    dataset_digest: Option<RowsDigest>,
+    /// The digest of the rows of every epoch, once known, if each is a pass over one dataset.
+    pass_digest: Option<RowsDigest>,
     /// The places of epochs in the order of the plan.
     epoch_places: Epochs,
     checkpoints: Checkpoints,
@@ -92,18 +94,19 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, sources: Sources, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, config, run, owner, plan, validation_plan, facts, .. } = assignment;
-        let dataset = runtime.block_on(source::open_dataset(&sources, &job, &job.dataset))?;
-        let plan = Arc::new(plan);
+        let Assignment { job, config, run, owner, plan, other_plans, validation_plan, facts, .. } =
+            assignment;
+        let datasets = runtime.block_on(source::open_datasets(&sources, &job))?;
+        let order = Order::of_plans(&job, plan, other_plans)?;
         let feed = {
             let _context = runtime.enter();
-            source::open_feed(&job, Arc::clone(&plan), &dataset, config.feed_cache_bytes, Use::Training)?
+            source::open_feed(&job, &order, &datasets, config.feed_cache_bytes, Use::Training)?
         };
         let checkpoints = Checkpoints {
             view: open_output(&sources.datafs, &job)?,
             job: job.name.to_string(),
             run,
-            plan: plan.id().to_string(),
+            plan: order.id().to_string(),
             owner,
             keep: config.checkpoints_keep,
         };
@@ -117,9 +120,8 @@ impl Replica {
         engine.freeze_states(groups.frozen_states())?;
         engine.set_precision(job.precision);
         let columns = source::columns(&job, &engine, &facts)?;
-        let validator = match (&job.validation, validation_plan) {
-            (Some(validation), Some(plan)) => {
-                let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
+        let validator = match (&job.validation, job.validation_dataset(), validation_plan) {
+            (Some(validation), Some(spec), Some(plan)) => {
                 let dataset = runtime.block_on(source::open_dataset(&sources, &job, spec))?;
                 let _context = runtime.enter();
                 Some(Validator::open(&job, validation, Arc::new(plan), &dataset, &columns, 0)?)
@@ -142,19 +144,20 @@ impl Replica {
             lineage: Lineage::new(job.strategy),
             mean: Vec::new(),
             prefetched: None,
-            dataset_digest: None,
-            epoch_places: job.epochs(&plan)?,
+            pass_digest: None,
+            epoch_places: order.epochs(&job)?,
             writer: Writer::new(job.name.to_string(), config.outage_timeout()),
             reader: Reader::new(job.name.to_string(), config.outage_timeout(), runtime.clone()),
             job,
             runtime,
-            plan,
+            order,
             feed,
             engine,
             output: Output::new(checkpoints.view.clone()),
             checkpoints,
         };
-        let newest = newest_usable_state(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
+        let newest =
+            newest_usable_state(&replica.checkpoints, &replica.job, &replica.order, &replica.engine)?;
         if let Some(state) = newest {
             replica.restore(state)?;
             if replica.lineage.is_tracked() {
@@ -325,7 +328,7 @@ impl Replica {
 
     /// Rows of all applied steps.
     pub(crate) fn rows(&self) -> u64 {
-        self.step.saturating_mul(self.plan.batch_rows() as u64)
+        self.step.saturating_mul(self.order.batch_rows() as u64)
     }
 
     /// Whether the run is finished: the same answer on every worker after a step.
@@ -408,10 +411,10 @@ impl Replica {
     /// On an error nothing was applied, and the step can be computed again in another ring.
     pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, wishes: Wishes<'_>) -> Result<StepOutcome> {
         let began = Instant::now();
-        let batch_rows = self.plan.batch_rows();
+        let batch_rows = self.order.batch_rows();
         let parts = self.reduction.parts(ring.world());
         let passes = passes(rank_shards(ring.rank(), ring.world(), parts), self.job.accumulate_steps);
-        let places = self.plan.place_of_step(self.step)..self.plan.place_of_step(self.step + 1);
+        let places = self.order.place_of_step(self.step)..self.order.place_of_step(self.step + 1);
         let (first, last) = (
             self.epoch_places.of_place(places.start),
             self.epoch_places.of_place(places.end.saturating_sub(1)),
@@ -464,7 +467,7 @@ impl Replica {
         self.step += 1;
         self.lineage.advance();
         self.ledger.add(&total);
-        while self.epoch_places.of_place(self.plan.place_of_step(self.step)) > self.epochs() {
+        while self.epoch_places.of_place(self.order.place_of_step(self.step)) > self.epochs() {
             let epoch = self.epochs();
             let (rows, digest) = self.expected_rows(epoch);
             match self.ledger.close_epoch(rows, digest) {
@@ -491,20 +494,10 @@ impl Replica {
     fn expected_rows(&mut self, epoch: u64) -> (u64, u64) {
         let places = self.epoch_places.places(epoch..epoch + 1);
         let rows = places.end - places.start;
-        let plan = &self.plan;
-        let of_all = || {
-            let mut digest = RowsDigest::default();
-            plan.visit_all_rows(|row| digest.add(row));
-            digest
-        };
-        let digest = match self.job.rows_per_epoch {
-            None => *self.dataset_digest.get_or_insert_with(of_all),
-            Some(_) => {
-                let mut digest = RowsDigest::default();
-                plan.visit_rows(places, |row| digest.add(row));
-                digest
-            }
-        };
+        if self.pass_digest.is_none() {
+            self.pass_digest = self.order.digest_of_pass(&self.job);
+        }
+        let digest = self.pass_digest.unwrap_or_else(|| self.order.digest_of(places));
         (rows, digest.0)
     }
 
@@ -519,7 +512,7 @@ impl Replica {
         (loss_scale, mut tally): (Option<LossScale>, Tally),
         interrupted: Interrupt<'_>,
     ) -> Result<Option<Tally>> {
-        let batch_rows = self.plan.batch_rows();
+        let batch_rows = self.order.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
         let scale = loss_scale.map_or(1.0, LossScale::factor);
         let may_overflow = loss_scale.and_then(LossScale::lower).is_some();
@@ -530,10 +523,11 @@ impl Replica {
                 *held = self.pass(own, next, parts, interrupted)?;
             }
             let Some(Pass { batch, rows, .. }) = held else { return Ok(None) };
-            for (slot, row) in batch.slots.clone().zip(&batch.rows) {
-                let epoch = self.epoch_places.of_place(self.plan.place_of_slot(self.step, slot));
-                if !tally.count(epoch, *row) {
-                    let reason = format!("step {} delivered its row {row}", self.step);
+            for (at, place) in self.order.places_of(self.step, batch.slots.clone()).into_iter().enumerate() {
+                let epoch = self.epoch_places.of_place(place);
+                if !tally.count(epoch, Order::row_id(batch, at)) {
+                    let row = self.order.row_name(batch, at);
+                    let reason = format!("step {} delivered its {row}", self.step);
                     return Err(self.miscounted(epoch, reason));
                 }
             }
@@ -545,7 +539,7 @@ impl Replica {
                 let mut found = self
                     .engine
                     .gradients_scaled(&shard, key, scale)
-                    .map_err(|error| self.diverged_at(error, &batch.rows[range.start - first_slot..]))?;
+                    .map_err(|error| self.diverged_at(error, batch, range.start - first_slot))?;
                 self.groups.clear_frozen(&mut found.grad);
                 if may_overflow && !found.grad.iter().all(|value| value.is_finite()) {
                     tally.overflow(part);
@@ -570,13 +564,13 @@ impl Replica {
         parts: usize,
         interrupted: Interrupt<'_>,
     ) -> Result<Option<Pass>> {
-        let batch_rows = self.plan.batch_rows();
+        let batch_rows = self.order.batch_rows();
         let cut = |at| shard_slots(at, parts, batch_rows).start;
         let next = (next_step, cut(next.start)..cut(next.end));
         let Some(batch) = self.read(cut(own.start)..cut(own.end), next, interrupted)? else {
             return Ok(None);
         };
-        let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
+        let rows = source::decode(&self.order, &self.columns, &batch)?;
         Ok(Some(Pass { parts: own.clone(), batch, rows }))
     }
 
@@ -627,10 +621,10 @@ impl Replica {
         }
     }
 
-    /// The error of a shard whose `rows` are these of the dataset.
-    fn diverged_at(&self, error: EngineError, rows: &[u64]) -> Error {
+    /// The error of a shard that begins with row `first` of a batch.
+    fn diverged_at(&self, error: EngineError, batch: &FeedBatch, first: usize) -> Error {
         let EngineError::NonFinite { row, value } = error else { return self.diverged(error) };
-        let place = source::row_name(&self.plan, rows, row);
+        let place = self.order.row_name(batch, first + row);
         let reason = format!("the loss of {place} is {value}: {NOT_FINITE}{}", self.advice());
         Error::Diverged { step: self.step, reason }
     }
@@ -704,10 +698,10 @@ pub(crate) fn finish(job: &JobFile, ledger: &Ledger, evaluations: &[Evaluation])
 pub(crate) fn newest_usable_state(
     checkpoints: &Checkpoints,
     job: &JobFile,
-    plan: &Plan,
+    order: &Order,
     engine: &Engine,
 ) -> Result<Option<RunState>> {
-    let (epochs, batch_rows) = (job.epochs(plan)?, plan.batch_rows());
+    let (epochs, batch_rows) = (order.epochs(job)?, order.batch_rows());
     checkpoints.newest(engine.layout(), |state| is_usable(job, epochs, batch_rows, state))
 }
 

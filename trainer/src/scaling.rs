@@ -51,21 +51,24 @@ impl LabelScale {
         LabelScale { means, deviations }
     }
 
-    /// Reads the labels of the selected rows, in the order of the files.
+    /// Reads the labels of the selected rows, in the order of the files. Those of several datasets count alike, whatever the
+    /// weights of a mixture.
     pub(crate) async fn read(
-        dataset: &OpenDataset,
+        datasets: &[OpenDataset],
         selection: Option<&Selection>,
         columns: &Columns,
     ) -> Result<LabelScale> {
         let mut moments = vec![Moments::default(); columns.output_width];
-        source::read_column(dataset, selection, &columns.label, |plan, batch| {
-            let labels = source::label_values(plan, columns, batch)?;
-            for row in labels.chunks_exact(moments.len().max(1)) {
-                moments.iter_mut().zip(row).for_each(|(moments, value)| moments.add(f64::from(*value)));
-            }
-            Ok(())
-        })
-        .await?;
+        for dataset in datasets {
+            source::read_column(dataset, selection, &columns.label, |order, batch| {
+                let labels = source::label_values(order, columns, batch)?;
+                for row in labels.chunks_exact(moments.len().max(1)) {
+                    moments.iter_mut().zip(row).for_each(|(moments, value)| moments.add(f64::from(*value)));
+                }
+                Ok(())
+            })
+            .await?;
+        }
         Ok(LabelScale {
             means: moments.iter().map(|moments| moments.mean).collect(),
             deviations: moments.iter().map(Moments::deviation).collect(),

@@ -1,12 +1,15 @@
-//! The dataset of a job: its plan, its feed and its columns, as the coordinator and the workers open them.
+//! The datasets of a job: their plans, their feed and their columns, as the coordinator and the workers open them.
 use std::collections::BTreeMap;
+use std::fmt;
+use std::slice;
 use std::sync::Arc;
 
 use millrace_datafs::{Datafs, Name, View};
 use millrace_streams::KafkaConfig;
 use millrace_streams::dataset::{DatasetSpec, OpenDataset, SourceSpec};
 use millrace_streams::feed::{
-    Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Selection, Values,
+    AnyFeed, Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Mixture, MixtureFeed, Plan, PlanOptions,
+    Selection, Values,
 };
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +19,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::job::{JobFile, ModelSource};
 use crate::labels::{self, Dictionary};
+use crate::order::Order;
 use crate::scaling::LabelScale;
 
 /// Rows decoded before any worker starts, to check what a schema does not state.
@@ -40,6 +44,48 @@ pub(crate) async fn open_dataset(
 ) -> Result<OpenDataset> {
     let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
     opened.map_err(|e| Error::feed(format!("job {}", job.name), e))
+}
+
+/// Opens the datasets that the job trains on, in their order.
+pub(crate) async fn open_datasets(sources: &Sources, job: &JobFile) -> Result<Vec<OpenDataset>> {
+    let mut datasets = Vec::new();
+    for dataset in job.dataset.sources() {
+        datasets.push(open_dataset(sources, job, dataset).await?);
+    }
+    Ok(datasets)
+}
+
+/// Plans the order of the job's rows over its datasets.
+pub(crate) async fn plan(job: &JobFile, datasets: &[OpenDataset]) -> Result<Order> {
+    let options = plan_options(job)?;
+    let failed = |dataset: &dyn fmt::Display, e: FeedError| {
+        Error::feed(format!("job {}: dataset {dataset}", job.name), e)
+    };
+    let Some(mixed) = job.dataset.mixture() else {
+        let [dataset] = datasets else { return Err(other_number(job, datasets)) };
+        let plan = dataset.plan(&options).await.map_err(|e| failed(&job.dataset, e))?;
+        return Ok(Arc::new(plan).into());
+    };
+    if mixed.len() != datasets.len() {
+        return Err(other_number(job, datasets));
+    }
+    let weighted: Vec<_> = datasets.iter().cloned().zip(mixed.iter().map(|source| source.weight)).collect();
+    let error = match Mixture::plan(&weighted, &options, job.until).await {
+        Ok(mixture) => return Ok(Order::Mixture(Arc::new(mixture))),
+        Err(error) => error,
+    };
+    // Errors name paths, which several volumes may have.
+    for dataset in datasets {
+        if let Err(error) = dataset.plan(&options).await {
+            return Err(failed(dataset.spec(), error));
+        }
+    }
+    Err(failed(&job.dataset, error))
+}
+
+fn other_number(job: &JobFile, datasets: &[OpenDataset]) -> Error {
+    let reason = format!("{} datasets were opened for {}; start the job again", datasets.len(), job.dataset);
+    Error::Job { job: job.name.to_string(), reason }
 }
 
 /// Replaces `@latest` by the newest snapshot, which may be another one soon: the run is of the one that is the
@@ -140,14 +186,21 @@ pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &SourceSp
     Ok(found.map_or(0, |snapshot| snapshot.id))
 }
 
+/// The numbers of the snapshots that the job trains on, with commas between them.
+pub(crate) fn snapshot_numbers(datafs: &Datafs, job: &JobFile) -> Result<String> {
+    let number =
+        |dataset: &SourceSpec| snapshot_number(datafs, job, dataset).map(|number| number.to_string());
+    Ok(job.dataset.sources().map(number).collect::<Result<Vec<_>>>()?.join(","))
+}
+
 /// Opens the feed of the job's columns; images are augmented for training only.
 pub(crate) fn open_feed(
     job: &JobFile,
-    plan: Arc<Plan>,
-    dataset: &OpenDataset,
+    order: &Order,
+    datasets: &[OpenDataset],
     cache_bytes_max: u64,
     use_of_rows: Use,
-) -> Result<Feed> {
+) -> Result<AnyFeed> {
     let image = |(column, options): (&String, &ImageOptions)| {
         let mut options = match use_of_rows {
             Use::Training => options.clone(),
@@ -159,16 +212,33 @@ pub(crate) fn open_feed(
     let options = FeedOptions {
         images: job.images.iter().map(image).collect(),
         columns: Some(job.columns()),
-        cache_bytes_max: cache_bytes_max.max(plan.working_set_bytes()),
+        cache_bytes_max: cache_bytes_max.max(order.working_set_bytes()),
         decode_concurrency: 1,
         ..FeedOptions::default()
     };
-    Feed::open(plan, Arc::clone(dataset.store()), &options).map_err(|error| match error {
-        FeedError::NoColumn { column, available } => Error::Data {
-            dataset: dataset.spec().to_string(),
-            reason: format!("no column {column:?}; it has {available}"),
-        },
-        error => Error::feed(format!("job {}: dataset {}", job.name, dataset.spec()), error),
+    let opened = match order {
+        Order::Dataset(plan) => {
+            let [dataset] = datasets else { return Err(other_number(job, datasets)) };
+            Feed::open(Arc::clone(plan), Arc::clone(dataset.store()), &options).map(AnyFeed::from)
+        }
+        Order::Mixture(mixture) => {
+            let stores: Vec<_> = datasets.iter().map(|dataset| Arc::clone(dataset.store())).collect();
+            MixtureFeed::open(Arc::clone(mixture), &stores, &options).map(AnyFeed::from)
+        }
+    };
+    opened.map_err(|error| {
+        let mut names = datasets.iter().map(|dataset| dataset.spec().to_string());
+        match error {
+            // Of a mixture, the first dataset lacks it: others are compared with that one.
+            FeedError::NoColumn { column, available } => Error::Data {
+                dataset: names.next().unwrap_or_default(),
+                reason: format!("no column {column:?}; it has {available}"),
+            },
+            error => {
+                let names = names.collect::<Vec<_>>().join(", ");
+                Error::feed(format!("job {}: dataset {names}", job.name), error)
+            }
+        }
     })
 }
 
@@ -189,35 +259,36 @@ impl DataFacts {
     pub(crate) async fn read(
         job: &JobFile,
         engine: &Engine,
-        dataset: &OpenDataset,
-        feed: &Feed,
+        datasets: &[OpenDataset],
+        feed: &AnyFeed,
     ) -> Result<DataFacts> {
-        let plan = feed.plan();
-        let dictionary = dictionary(job, dataset, plan).await?;
+        let order = Order::of(feed);
+        let dictionary = dictionary(job, datasets, &order).await?;
         let mut facts = DataFacts { dictionary, ..DataFacts::default() };
         let inputs = InputColumns::of(job, engine.graph())?;
         let schema = feed.schema();
         let open: Vec<&str> = inputs.iter().flat_map(|input| input.open(schema)).collect();
         if !open.is_empty() {
-            facts.lengths = lengths(feed, &job.dataset, &open).await?;
+            facts.lengths = lengths(feed, &job.dataset.to_string(), &open).await?;
         }
         if job.standardize_labels {
             let columns = columns(job, engine, &facts)?;
             columns.check_schema(feed.schema())?;
-            facts.scale = Some(LabelScale::read(dataset, plan.selection(), &columns).await?);
+            facts.scale = Some(LabelScale::read(datasets, order.selection(), &columns).await?);
         }
         Ok(facts)
     }
 }
 
 /// The lengths of the lists of the first row; other rows must have the same.
-async fn lengths(feed: &Feed, dataset: &SourceSpec, columns: &[&str]) -> Result<BTreeMap<String, usize>> {
+async fn lengths(feed: &AnyFeed, dataset: &str, columns: &[&str]) -> Result<BTreeMap<String, usize>> {
     let read = feed.batch(0, 0..1).await.map_err(|e| Error::feed(format!("read dataset {dataset}"), e))?;
+    let order = Order::of(feed);
     let length = |name: &&str| {
         let found = read.batch.column_by_name(name).and_then(|column| list_length(column, 0));
         let length = found.ok_or_else(|| Error::Data {
-            dataset: dataset.to_string(),
-            reason: format!("{} has no value in column {name:?}", row_name(feed.plan(), &read.rows, 0)),
+            dataset: dataset.to_owned(),
+            reason: format!("{} has no value in column {name:?}", order.row_name(&read, 0)),
         })?;
         Ok(((*name).to_owned(), length))
     };
@@ -229,7 +300,7 @@ pub(crate) async fn read_column(
     dataset: &OpenDataset,
     selection: Option<&Selection>,
     column: &str,
-    mut visit: impl FnMut(&Plan, &FeedBatch) -> Result<()>,
+    mut visit: impl FnMut(&Order, &FeedBatch) -> Result<()>,
 ) -> Result<()> {
     let failed = |e| Error::feed(format!("read column {column:?} of dataset {}", dataset.spec()), e);
     let selection = selection.cloned();
@@ -248,11 +319,12 @@ pub(crate) async fn read_column(
         ..FeedOptions::default()
     };
     let feed = Feed::open(Arc::clone(&plan), Arc::clone(dataset.store()), &options).map_err(failed)?;
+    let order = Order::from(Arc::clone(&plan));
     let mut first = 0u64;
     while first < plan.rows() {
         let rows = usize::try_from(plan.rows() - first).map_or(COLUMN_ROWS, |left| left.min(COLUMN_ROWS));
         let batch = feed.batch(first / COLUMN_ROWS as u64, 0..rows).await.map_err(failed)?;
-        visit(&plan, &batch)?;
+        visit(&order, &batch)?;
         first += rows as u64;
     }
     Ok(())
@@ -277,26 +349,46 @@ pub(crate) fn columns(job: &JobFile, engine: &Engine, facts: &DataFacts) -> Resu
 /// The classes of the job's labels, if these are texts. Reads all of them.
 pub(crate) async fn dictionary(
     job: &JobFile,
-    dataset: &OpenDataset,
-    plan: &Plan,
+    datasets: &[OpenDataset],
+    order: &Order,
 ) -> Result<Option<Dictionary>> {
-    let schema = plan.dataset().schema();
-    let text = schema.field_with_name(&job.label).is_ok_and(|field| labels::is_text(field.data_type()));
-    if !text || !job.loss.kind().takes_classes() {
+    // The datasets of a mixture have the same types.
+    let has_texts = |plan: &Arc<Plan>| {
+        let field = plan.dataset().schema().field_with_name(&job.label);
+        field.is_ok_and(|field| labels::is_text(field.data_type()))
+    };
+    if !order.plans().next().is_some_and(has_texts) || !job.loss.kind().takes_classes() {
         return Ok(None);
     }
-    labels::read(dataset, plan.selection(), &job.label).await.map(Some)
+    labels::read(datasets, order.selection(), &job.label).await.map(Some)
+}
+
+/// Checks columns, types and the widths of the first rows of each dataset.
+pub(crate) async fn probe_all(
+    job: &JobFile,
+    datasets: &[OpenDataset],
+    feed: &AnyFeed,
+    columns: &Columns,
+) -> Result<()> {
+    let AnyFeed::Mixture(mixed) = feed else { return probe(feed, columns).await };
+    for (source, dataset) in mixed.mixture().sources().iter().zip(datasets) {
+        let order = Order::from(Arc::clone(&source.plan));
+        let feed = open_feed(job, &order, slice::from_ref(dataset), 0, Use::Training)?;
+        let columns = Columns { dataset: dataset.spec().to_string(), ..columns.clone() };
+        probe(&feed, &columns).await?;
+    }
+    Ok(())
 }
 
 /// Checks columns, types and the widths of the first rows.
-pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
+pub(crate) async fn probe(feed: &AnyFeed, columns: &Columns) -> Result<()> {
     columns.check_schema(feed.schema())?;
-    let rows = feed.plan().batch_rows().min(PROBE_ROWS);
+    let rows = feed.batch_rows().min(PROBE_ROWS);
     let batch = feed
         .batch(0, 0..rows)
         .await
         .map_err(|e| Error::feed(format!("read dataset {}", columns.dataset), e))?;
-    let decoded = decode(feed.plan(), columns, &batch.batch, &batch.rows)?;
+    let decoded = decode(&Order::of(feed), columns, &batch)?;
     if decoded.largest_label() > LARGE_LABEL {
         tracing::warn!(
             dataset = columns.dataset,
@@ -308,27 +400,11 @@ pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
 }
 
 /// Decodes the rows of a batch; errors name the files.
-pub(crate) fn decode(
-    plan: &Plan,
-    columns: &Columns,
-    batch: &arrow::array::RecordBatch,
-    rows: &[u64],
-) -> Result<Rows> {
-    columns.decode(batch, &|at| row_name(plan, rows, at))
+pub(crate) fn decode(order: &Order, columns: &Columns, batch: &FeedBatch) -> Result<Rows> {
+    columns.decode(&batch.batch, &|at| order.row_name(batch, at))
 }
 
 /// The labels of a batch as the dataset has them, for losses of numbers; errors name the files.
-pub(crate) fn label_values(plan: &Plan, columns: &Columns, batch: &FeedBatch) -> Result<Vec<f32>> {
-    columns.label_values(&batch.batch, &|at| row_name(plan, &batch.rows, at))
-}
-
-/// The place of row `at` of a batch whose `rows` are these of the dataset.
-pub(crate) fn row_name(plan: &Plan, rows: &[u64], at: usize) -> String {
-    let row = rows.get(at).copied().unwrap_or_default();
-    match plan.address_of(row) {
-        Some(address) => {
-            format!("row {} of row group {} of {}", address.row, address.row_group, address.file)
-        }
-        None => format!("row {row}"),
-    }
+pub(crate) fn label_values(order: &Order, columns: &Columns, batch: &FeedBatch) -> Result<Vec<f32>> {
+    columns.label_values(&batch.batch, &|at| order.row_name(batch, at))
 }

@@ -7,7 +7,7 @@
 use std::ops::ControlFlow;
 
 use millrace_bundle::{FEATURES_MAX, Feature, Moments, Statistics};
-use millrace_streams::feed::Feed;
+use millrace_streams::feed::AnyFeed;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tokio::runtime::Handle;
@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use crate::data::Columns;
 use crate::error::{Error, Result};
 use crate::graph::Input;
+use crate::order::Order;
 use crate::source;
 
 /// Most rows that are read. The order of an epoch is shuffled, so these rows represent all of it.
@@ -28,24 +29,25 @@ const SEED: u64 = 7;
 /// Collects statistics of what feeds the model's inputs; none of a dataset without rows.
 /// Breaks off when `stop` fires. Blocks.
 pub(crate) fn collect(
-    feed: &Feed,
+    feed: &AnyFeed,
     columns: &Columns,
     inputs: &[Input],
     runtime: &Handle,
     stop: &CancellationToken,
 ) -> Result<ControlFlow<(), Option<Statistics>>> {
-    let plan = feed.plan();
+    let (order, batch_rows) = (Order::of(feed), feed.batch_rows());
     let mut collector = Collector::new(columns.input_width());
-    for step in 0..plan.steps_for_epochs(1) {
+    for step in 0..order.rows().div_ceil(batch_rows as u64) {
         if stop.is_cancelled() {
             return Ok(ControlFlow::Break(()));
         }
         let batch = runtime
-            .block_on(feed.batch(step, 0..plan.batch_rows()))
+            .block_on(feed.batch(step, 0..batch_rows))
             .map_err(|e| Error::feed(format!("read dataset {} for its statistics", columns.dataset), e))?;
-        let rows = source::decode(plan, columns, &batch.batch, &batch.rows)?;
-        // The last batch of an epoch may end with rows of the next one.
-        for (row, _) in rows.inputs().zip(&batch.epochs).filter(|(_, epoch)| **epoch == 0) {
+        let rows = source::decode(&order, columns, &batch)?;
+        // The last batch of an epoch may have rows of the next one.
+        let places = order.places_of(step, batch.slots.clone());
+        for (row, _) in rows.inputs().zip(places).filter(|(_, place)| *place < order.rows()) {
             collector.add(row);
         }
         // Rows come in the shuffled order of the training, so the first ones represent all.

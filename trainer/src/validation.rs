@@ -4,10 +4,11 @@
 //! worker adds them in the order of the batches. All workers therefore hold the same result, whatever their
 //! number. An evaluation is part of the replicated state once it is complete; one that was interrupted begins
 //! again.
+use std::slice;
 use std::sync::Arc;
 
 use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Feed, Plan, PlanOptions};
+use millrace_streams::feed::{AnyFeed, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::collective::Ring;
@@ -16,6 +17,7 @@ use crate::elastic::proto;
 use crate::engine::{Engine, Loss, Measures};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
+use crate::order::Order;
 use crate::reader::{Interrupt, Reader, Wishes};
 use crate::source::{self, Use};
 
@@ -111,7 +113,7 @@ pub(crate) fn plan_options(job: &JobFile) -> Result<PlanOptions> {
 
 /// The rows to evaluate on.
 pub(crate) struct Validator {
-    feed: Feed,
+    feed: AnyFeed,
     columns: Columns,
     loss: Loss,
     top_k: Option<usize>,
@@ -153,7 +155,8 @@ impl Validator {
     ) -> Result<Validator> {
         if validation.auc {
             let workers = job.workers_max.unwrap_or(job.virtual_shards);
-            auc::check(trained.loss, trained.output_width, plan.rows(), batch_rows(&plan), workers).map_err(
+            let largest = batch_rows(plan.rows(), plan.batch_rows());
+            auc::check(trained.loss, trained.output_width, plan.rows(), largest, workers).map_err(
                 |error| Error::Job {
                     job: job.name.to_string(),
                     reason: format!("validation.auc = true on {}: {error}", dataset.spec()),
@@ -161,7 +164,13 @@ impl Validator {
             )?;
         }
         Ok(Validator {
-            feed: source::open_feed(job, plan, dataset, cache_bytes_max, Use::Evaluation)?,
+            feed: source::open_feed(
+                job,
+                &plan.into(),
+                slice::from_ref(dataset),
+                cache_bytes_max,
+                Use::Evaluation,
+            )?,
             columns: Columns { dataset: dataset.spec().to_string(), ..trained.clone() },
             loss: job.loss.kind(),
             top_k: validation.top_k,
@@ -176,8 +185,7 @@ impl Validator {
     }
 
     fn batches(&self) -> u64 {
-        let plan = self.feed.plan();
-        plan.rows().div_ceil(plan.batch_rows() as u64)
+        self.feed.rows().div_ceil(self.feed.batch_rows() as u64)
     }
 
     /// Computes one batch on each rank and adds them to `partial`.
@@ -192,7 +200,8 @@ impl Validator {
         reader: &Reader,
     ) -> Result<Round> {
         let own = partial.batches + ring.rank() as u64;
-        let size = LANES + if self.auc { 1 + batch_rows(self.feed.plan()) } else { 0 };
+        let size =
+            LANES + if self.auc { 1 + batch_rows(self.feed.rows(), self.feed.batch_rows()) } else { 0 };
         let mut lanes = vec![0i64; LANES_FIXED + size * ring.world()];
         (lanes[0], lanes[1]) = (i64::from(wishes.leave), i64::from(wishes.stop));
         if own < self.batches() {
@@ -226,13 +235,13 @@ impl Validator {
         (reader, interrupted): (&Reader, Interrupt<'_>),
         scores: &mut Scores,
     ) -> Result<Option<Measures>> {
-        let plan = self.feed.plan();
-        let left = plan.rows() - batch * plan.batch_rows() as u64;
-        let count = usize::try_from(left).map_or(plan.batch_rows(), |left| left.min(plan.batch_rows()));
+        let batch_rows = self.feed.batch_rows();
+        let left = self.feed.rows() - batch * batch_rows as u64;
+        let count = usize::try_from(left).map_or(batch_rows, |left| left.min(batch_rows));
         let what = format!("read validation dataset {}", self.columns.dataset);
         let read = reader.read(&self.feed, (batch, 0..count), None, &what, interrupted)?;
         let Some(read) = read else { return Ok(None) };
-        let rows = source::decode(plan, &self.columns, &read.batch, &read.rows)?;
+        let rows = source::decode(&Order::of(&self.feed), &self.columns, &read)?;
         let units = self.columns.scale.as_ref().map_or(&[][..], |scale| scale.deviations());
         let mut sum = Measures::default();
         for first in (0..count).step_by(self.chunk_rows) {
@@ -285,8 +294,8 @@ impl Validator {
 }
 
 /// Rows of the largest batch.
-fn batch_rows(plan: &Plan) -> usize {
-    usize::try_from(plan.rows()).map_or(plan.batch_rows(), |rows| rows.min(plan.batch_rows()))
+fn batch_rows(rows: u64, batch_rows: usize) -> usize {
+    usize::try_from(rows).map_or(batch_rows, |rows| rows.min(batch_rows))
 }
 
 fn add(sum: &mut Measures, part: &Measures) {

@@ -44,7 +44,11 @@ pub(crate) struct Assignment {
     /// The number of the coordinator's lease; 0 of a program without leases.
     #[serde(default)]
     pub(crate) fence: u64,
+    /// The plan of the first dataset.
     pub(crate) plan: millrace_streams::feed::Plan,
+    /// The plans of the other datasets of a mixture.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) other_plans: Vec<millrace_streams::feed::Plan>,
     /// The order of the validation data.
     pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
     /// What the training data has told.

@@ -70,7 +70,7 @@ pub use folder::{
 };
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
-    Quantized, WRITING_FILE,
+    MixedDataset, Quantized, WRITING_FILE,
 };
 pub use repository::{
     Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,

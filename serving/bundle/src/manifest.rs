@@ -78,6 +78,9 @@ pub struct Lineage {
     /// and a digest of the records of each partition: `topic:NAME@UNTIL?offsets=PARTITION:FIRST-NEXT:DIGEST,...`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub topic: String,
+    /// The datasets of a mixture with their weights, in place of a volume and of a topic; empty for one dataset.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mixture: Vec<MixedDataset>,
     /// The condition and the part by which the rows to train on were selected; empty for all rows.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub selection: String,
@@ -99,6 +102,16 @@ pub struct Lineage {
     /// The version from which the model was quantized, if it was; all other fields are those of that version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantized: Option<Quantized>,
+}
+
+/// A dataset of the mixture that a model was trained on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MixedDataset {
+    /// `VOLUME@SNAPSHOT:/PATH`, or a topic as in [`Lineage::topic`].
+    pub dataset: String,
+    /// Its share of the rows, a decimal number relative to the weights of the others.
+    pub weight: String,
 }
 
 /// The version from which a model was quantized, and the method.

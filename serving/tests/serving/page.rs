@@ -57,6 +57,7 @@ async fn lineage_is_read_from_the_manifest() {
         snapshot: "monday".into(),
         path: "/train".into(),
         topic: String::new(),
+        mixture: Vec::new(),
         selection: String::new(),
         offsets: BTreeMap::from([("digits".to_owned(), BTreeMap::from([(0, 700), (1, 737)]))]),
         config_sha256: "ab".repeat(32),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use millrace_bundle::onnx::ModelProto;
-use millrace_bundle::{Bundle, Imported, Lineage};
+use millrace_bundle::{Bundle, Imported, Lineage, MixedDataset};
 use millrace_datafs::Name;
 use millrace_serving::hazards::{self, Divisors};
 use serde::Deserialize;
@@ -54,6 +54,7 @@ struct Trained {
     snapshot: String,
     path: String,
     topic: String,
+    mixture: Vec<MixedDataset>,
     selection: String,
     offsets: BTreeMap<String, BTreeMap<i32, i64>>,
     config_sha256: String,
@@ -107,7 +108,8 @@ fn bundle(source: &Source, name: &str, version: u64) -> Result<Bundle> {
     });
     let weights = weights.collect::<Result<Vec<_>>>()?;
     // A file that was trained on a known dataset is no import of another program's model.
-    let imported = (lineage.volume.is_empty() && lineage.topic.is_empty()).then_some(imported);
+    let imported = (lineage.volume.is_empty() && lineage.topic.is_empty() && lineage.mixture.is_empty())
+        .then_some(imported);
     let bundle =
         Bundle::with_weights(name, version, graph_bytes, weights, lineage.into_lineage(imported), metrics)
             .with_context(context)?;
@@ -150,6 +152,7 @@ impl Trained {
             snapshot,
             path,
             topic,
+            mixture,
             selection,
             offsets,
             config_sha256,
@@ -163,6 +166,7 @@ impl Trained {
             snapshot,
             path,
             topic,
+            mixture,
             selection,
             offsets,
             config_sha256,

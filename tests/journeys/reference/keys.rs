@@ -38,7 +38,7 @@ const fn job(heading: &'static str, are_rows: bool) -> Table {
 }
 
 /// Keys of the job file that choose rows. They have a table of their own.
-const ROW_KEYS: [&str; 5] = ["where", "splits", "split", "split_by", "rows_per_epoch"];
+const ROW_KEYS: [&str; 6] = ["until", "where", "splits", "split", "split_by", "rows_per_epoch"];
 
 /// Keys whose names are words of Rust, by the names of their fields.
 const RENAMED: [(&str, &str); 1] = [("filter", "where")];
@@ -306,7 +306,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 52] = [
+const TYPES: [(&str, &str); 54] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -327,6 +327,8 @@ const TYPES: [(&str, &str); 52] = [
     ("VolumeSpec", "VOLUME[@SNAPSHOT]"),
     ("DatasetSpec", "VOLUME[@SNAPSHOT]:/PATH"),
     ("SourceSpec", "VOLUME@SNAPSHOT:/PATH or topic:NAME@UNTIL"),
+    ("JobDataset", "VOLUME@SNAPSHOT:/PATH or topic:NAME@UNTIL, or a list of DATASET=WEIGHT"),
+    ("Until", "word"),
     ("MetaUrl", "URL"),
     ("Secret", "secret"),
     ("Devices", "device"),

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use millrace_datafs::Name;
 use millrace_streams::dataset::SourceSpec;
-use millrace_streams::feed::{EpochRows, ImageOptions, Selection};
+use millrace_streams::feed::{EpochRows, ImageOptions, Selection, Until};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::{Features, JobFile, ModelSource, Output, Shuffle, Validation, is_one};
+use super::{Features, JobDataset, JobFile, ModelSource, Output, Shuffle, Validation, is_first, is_one};
 use crate::engine::{Device, Objective};
 use crate::init::ModelSpec;
 use crate::optim::{EmaConfig, OptimizerConfig};
@@ -31,6 +31,7 @@ impl JobFile {
         let JobFile {
             name: _,
             dataset,
+            until,
             // Represented by `JobFile::selection`.
             filter: _,
             splits: _,
@@ -69,6 +70,7 @@ impl JobFile {
         } = self;
         Computation {
             dataset,
+            until: *until,
             // A job is checked before it has an identity.
             selection: self.selection().ok().flatten(),
             rows_per_epoch: *rows_per_epoch,
@@ -105,7 +107,7 @@ impl JobFile {
                     auc,
                 } = validation;
                 ValidationComputation {
-                    dataset: dataset.as_ref().unwrap_or(&self.dataset),
+                    dataset: dataset.as_ref().or(self.dataset.one()),
                     selection: self.validation_selection().ok().flatten(),
                     every_epochs: *every_epochs,
                     best: *best,
@@ -164,7 +166,7 @@ impl JobFile {
 /// for the tables inside.
 #[derive(Serialize)]
 struct Computation<'a> {
-    dataset: &'a SourceSpec,
+    dataset: &'a JobDataset,
     #[serde(skip_serializing_if = "Features::is_empty")]
     features: &'a Features,
     label: &'a str,
@@ -201,12 +203,15 @@ struct Computation<'a> {
     selection: Option<Selection>,
     #[serde(skip_serializing_if = "Option::is_none")]
     rows_per_epoch: Option<EpochRows>,
+    #[serde(skip_serializing_if = "is_first")]
+    until: Until,
 }
 
 /// What decides the evaluations of a run, which are part of its state.
 #[derive(Serialize)]
 struct ValidationComputation<'a> {
-    dataset: &'a SourceSpec,
+    // None in no job that was checked.
+    dataset: Option<&'a SourceSpec>,
     #[serde(skip_serializing_if = "Option::is_none")]
     selection: Option<Selection>,
     every_epochs: u64,
@@ -221,7 +226,7 @@ struct ValidationComputation<'a> {
 #[derive(Serialize)]
 struct FormerJob<'a> {
     name: &'a Name,
-    dataset: &'a SourceSpec,
+    dataset: &'a JobDataset,
     #[serde(skip_serializing_if = "Features::is_empty")]
     features: &'a Features,
     label: &'a str,

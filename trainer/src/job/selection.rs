@@ -3,12 +3,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use millrace_streams::dataset::SourceSpec;
-use millrace_streams::feed::{EpochRows, Epochs, FeedError, Plan, Selection};
+use millrace_streams::feed::{EpochRows, FeedError, Selection};
 use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{JobFile, Validation};
-use crate::error::{Error, Result};
+use super::{JobDataset, JobFile, Validation};
 
 /// Parts of a dataset with their fractions as decimal texts, in the order of the job file, which decides the rows of
 /// each part.
@@ -126,26 +125,29 @@ impl JobFile {
         Selection::new(filter.as_deref(), splits.parts(), split.as_deref(), split_by.names())
     }
 
-    /// The dataset to evaluate on: that of `validation`, or that of the job.
+    /// The dataset to evaluate on: that of `validation`, or that of the job, which then is no mixture.
     pub fn validation_dataset(&self) -> Option<&SourceSpec> {
-        self.validation.as_ref().map(|validation| validation.dataset.as_ref().unwrap_or(&self.dataset))
+        self.validation.as_ref().and_then(|validation| validation.dataset.as_ref().or(self.dataset.one()))
+    }
+
+    /// All datasets that it reads.
+    fn datasets(&self) -> impl Iterator<Item = &SourceSpec> {
+        self.dataset.sources().chain(self.validation_dataset())
     }
 
     /// Whether it reads the newest snapshot, or a topic whose bounds are not offsets yet.
     pub(crate) fn is_moving(&self) -> bool {
-        self.dataset.is_moving() || self.validation_dataset().is_some_and(SourceSpec::is_moving)
+        self.datasets().any(SourceSpec::is_moving)
     }
 
     /// Whether it reads a topic.
     pub fn reads_topic(&self) -> bool {
-        let is_topic = |dataset: &SourceSpec| dataset.topic().is_some();
-        is_topic(&self.dataset) || self.validation_dataset().is_some_and(is_topic)
+        self.datasets().any(|dataset| dataset.topic().is_some())
     }
 
     /// Whether it reads a topic whose bounds are not offsets yet.
     pub(crate) fn reads_open_topic(&self) -> bool {
-        let is_open = |dataset: &SourceSpec| dataset.topic().is_some_and(|topic| topic.range.is_none());
-        is_open(&self.dataset) || self.validation_dataset().is_some_and(is_open)
+        self.datasets().any(|dataset| dataset.topic().is_some_and(|topic| topic.range.is_none()))
     }
 
     /// This job with the offsets of another one, where that one asks for the same of a topic.
@@ -159,7 +161,10 @@ impl JobFile {
             }
         };
         let mut job = self.clone();
-        take(&mut job.dataset, &other.dataset);
+        // Datasets in another number or with other weights are another run.
+        for (own, others) in job.dataset.sources_mut().zip(other.dataset.sources()) {
+            take(own, others);
+        }
         let own = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut());
         let others = other.validation.as_ref().and_then(|validation| validation.dataset.as_ref());
         if let (Some(own), Some(others)) = (own, others) {
@@ -183,17 +188,18 @@ impl JobFile {
         }
     }
 
-    /// The places of the job's epochs in the order of `plan`.
-    pub(crate) fn epochs(&self, plan: &Plan) -> Result<Epochs> {
-        Epochs::new(plan.rows(), self.rows_per_epoch)
-            .map_err(|error| Error::Job { job: self.name.to_string(), reason: error.to_string() })
-    }
-
     pub(super) fn check_selection(&self) -> Result<(), String> {
         self.selection().map_err(|error| error.to_string())?;
         let Some(validation) = &self.validation else { return Ok(()) };
-        let is_same = validation.dataset.as_ref().is_none_or(|dataset| *dataset == self.dataset);
+        let is_trained_on = |dataset: &SourceSpec| self.dataset.sources().any(|own| own == dataset);
+        let is_same = validation.dataset.as_ref().is_none_or(is_trained_on);
         match &validation.split {
+            _ if validation.dataset.is_none() && matches!(self.dataset, JobDataset::Mixture(_)) => {
+                return Err(
+                    "[validation] of a mixture needs its dataset: name one, for example a dataset of the mixture with the                      split that is not trained on"
+                        .to_owned(),
+                );
+            }
             None if validation.dataset.is_none() => {
                 return Err(
                     "[validation] has no rows: name its dataset, or with split a part of splits that is not trained on"

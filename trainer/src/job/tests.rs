@@ -91,7 +91,7 @@ fn selections_keep_the_order_of_parts_and_survive_their_stored_form() {
             .to_string()
             .starts_with("where \"z\" >= 0.5; split \"a\"")
     );
-    assert_eq!(job.validation_dataset(), Some(&job.dataset));
+    assert_eq!(job.validation_dataset(), job.dataset.one());
     let json = serde_json::to_string(&job).unwrap();
     assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
     let sorted: serde_json::Value = serde_json::from_str(&json).unwrap();

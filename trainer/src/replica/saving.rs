@@ -59,7 +59,7 @@ impl Replica {
     }
 
     fn writing_if_newest(&self) -> impl Fn() -> Result<()> + Send + 'static {
-        let (job, places, batch_rows) = (self.job.clone(), self.epoch_places, self.plan.batch_rows());
+        let (job, places, batch_rows) = (self.job.clone(), self.epoch_places, self.order.batch_rows());
         self.writing(move |checkpoints, state, layout| {
             checkpoints.write_if_newest(state, layout, |found| is_usable(&job, places, batch_rows, found))
         })

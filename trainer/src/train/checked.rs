@@ -1,4 +1,6 @@
 //! A job that was checked with its data and its model.
+use std::collections::BTreeMap;
+use std::slice;
 use std::sync::Arc;
 
 use millrace_bundle::onnx::ModelProto;
@@ -20,6 +22,7 @@ use crate::job::{JobFile, Validation};
 use crate::lease::Lease;
 use crate::model;
 use crate::optim::{Groups, Optimizer};
+use crate::order::Order;
 use crate::output::Output;
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
@@ -71,8 +74,8 @@ pub(super) struct Checked {
     pub(super) job: JobFile,
     pub(super) setup: Setup,
     pub(super) engine: Engine,
-    pub(super) dataset: OpenDataset,
-    pub(super) plan: Arc<Plan>,
+    pub(super) datasets: Vec<OpenDataset>,
+    pub(super) order: Order,
     pub(super) validation_plan: Option<Arc<Plan>>,
     pub(super) output: View,
     /// The first model.
@@ -101,19 +104,22 @@ impl Checked {
             true => source::abandon(&output, &job)?,
         }
         let sources = setup.sources();
-        runtime.block_on(source::resolve(&sources, &name, &mut job.dataset))?;
+        for dataset in job.dataset.sources_mut() {
+            runtime.block_on(source::resolve(&sources, &name, dataset))?;
+        }
         if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
             // Parts of one range must be disjoint: records that have arrived meanwhile would move its end.
-            if let (SourceSpec::Topic(own), SourceSpec::Topic(other)) = (&mut *dataset, &job.dataset)
+            if let SourceSpec::Topic(own) = &mut *dataset
                 && own.range.is_none()
-                && own.asks_as(other)
+                && let Some(other) =
+                    job.dataset.sources().filter_map(SourceSpec::topic).find(|other| own.asks_as(other))
             {
                 own.range.clone_from(&other.range);
             }
             runtime.block_on(source::resolve(&sources, &name, dataset))?;
         }
         job.check().map_err(unfit)?;
-        let dataset = runtime.block_on(source::open_dataset(&sources, &job, &job.dataset))?;
+        let datasets = runtime.block_on(source::open_datasets(&sources, &job))?;
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
         let mut engine =
@@ -146,16 +152,13 @@ impl Checked {
         }
         warn_of_absorbed(&job, &engine, &model, &groups);
 
-        let plan = runtime
-            .block_on(dataset.plan(&source::plan_options(&job)?))
-            .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
-        let plan = Arc::new(plan);
-        job.epochs(&plan)?;
-        if job.batch_rows as u64 > plan.rows() {
+        let order = runtime.block_on(source::plan(&job, &datasets))?;
+        order.epochs(&job)?;
+        if job.batch_rows as u64 > order.rows() {
             tracing::warn!(
                 job = %job.name,
                 batch_rows = job.batch_rows,
-                rows = plan.rows(),
+                rows = order.rows(),
                 "a batch has more rows than the dataset: each step takes rows several times, and epochs end within steps; \
                  lower batch_rows"
             );
@@ -164,17 +167,16 @@ impl Checked {
         // these.
         let feed = {
             let _context = runtime.enter();
-            source::open_feed(&job, Arc::clone(&plan), &dataset, 0, Use::Training)?
+            source::open_feed(&job, &order, &datasets, 0, Use::Training)?
         };
-        let facts = runtime.block_on(DataFacts::read(&job, &engine, &dataset, &feed))?;
+        let facts = runtime.block_on(DataFacts::read(&job, &engine, &datasets, &feed))?;
         if let Some(teacher) = &teacher {
             teacher.check_labels(&job, facts.dictionary.as_ref())?;
         }
         let columns = source::columns(&job, &engine, &facts)?;
-        runtime.block_on(source::probe(&feed, &columns))?;
+        runtime.block_on(source::probe_all(&job, &datasets, &feed, &columns))?;
 
-        let mut data =
-            format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job, &job.dataset)?);
+        let mut data = format!("{}#{}", order.id(), source::snapshot_numbers(&setup.datafs, &job)?);
         if engine.graph().tells_buffers(&model) {
             // Earlier programs trained the buffers as well: their checkpoints are of another computation.
             data += " buffers";
@@ -188,10 +190,9 @@ impl Checked {
             data += " unmarked";
         }
         let model = model.encode_to_vec();
-        let validation_plan = match &job.validation {
-            Some(validation) => {
-                let plan = plan_validation(&runtime, &sources, &job, validation, &columns)?;
-                let dataset = validation.dataset.as_ref().unwrap_or(&job.dataset);
+        let validation_plan = match job.validation.as_ref().zip(job.validation_dataset()) {
+            Some((validation, dataset)) => {
+                let plan = plan_validation(&runtime, &sources, (&job, validation, dataset), &columns)?;
                 let number = source::snapshot_number(&setup.datafs, &job, dataset)?;
                 data += &format!(" {}#{number}", plan.id());
                 Some(plan)
@@ -209,8 +210,8 @@ impl Checked {
             job,
             setup,
             engine,
-            dataset,
-            plan,
+            datasets,
+            order,
             validation_plan,
             output,
             model,
@@ -248,11 +249,11 @@ impl Checked {
             view: self.output.clone(),
             job: self.job.name.to_string(),
             run: self.run.clone(),
-            plan: self.plan.id().to_string(),
+            plan: self.order.id().to_string(),
             owner: String::new(),
             keep: self.setup.config.checkpoints_keep,
         };
-        let state = replica::newest_usable_state(&checkpoints, &self.job, &self.plan, &self.engine)?;
+        let state = replica::newest_usable_state(&checkpoints, &self.job, &self.order, &self.engine)?;
         Ok(state.is_some_and(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some()))
     }
 
@@ -262,8 +263,8 @@ impl Checked {
             job,
             setup,
             engine,
-            dataset,
-            plan,
+            datasets,
+            order,
             validation_plan,
             output,
             model,
@@ -279,7 +280,7 @@ impl Checked {
             view: output,
             job: job.name.to_string(),
             run: run.clone(),
-            plan: plan.id().to_string(),
+            plan: order.id().to_string(),
             owner: lease.owner().to_owned(),
             keep: setup.config.checkpoints_keep,
         };
@@ -300,7 +301,7 @@ impl Checked {
         let output = Output::new(checkpoints.view.clone());
         output.write(|view| checkpoints.through(view).begin(&model, teacher.as_deref(), &text, is_same))?;
         checkpoints = checkpoints.through(&output.view());
-        let resumed = replica::newest_usable_state(&checkpoints, &job, &plan, &engine)?;
+        let resumed = replica::newest_usable_state(&checkpoints, &job, &order, &engine)?;
         if let Some(state) = &resumed {
             tracing::info!(job = %job.name, step = state.step, "continuing from the last checkpoint");
         }
@@ -308,24 +309,28 @@ impl Checked {
             .as_ref()
             .is_some_and(|state| replica::finish(&job, &state.ledger, &state.evaluations).is_some());
         let resumed_from_step = resumed.map(|state| state.step);
-        let offsets = match &job.dataset {
-            SourceSpec::Dataset(files) => {
-                let snapshot = setup
-                    .datafs
-                    .view(&files.source)
-                    .map_err(|e| Error::volume(format!("job {}: open dataset {files}", job.name), e))?;
-                publish::offsets(&snapshot)?
-            }
-            SourceSpec::Topic(topic) => publish::offsets_of_topic(topic),
-        };
+        let mut offsets = BTreeMap::new();
+        for dataset in job.dataset.sources() {
+            let landed = match dataset {
+                SourceSpec::Dataset(files) => {
+                    let snapshot = setup
+                        .datafs
+                        .view(&files.source)
+                        .map_err(|e| Error::volume(format!("job {}: open dataset {files}", job.name), e))?;
+                    publish::offsets(&snapshot)?
+                }
+                SourceSpec::Topic(topic) => publish::offsets_of_topic(topic),
+            };
+            publish::add_offsets(&mut offsets, landed);
+        }
         let fields = InputColumns::fields(&job, engine.graph());
         let origin = Origin { run, former_run, offsets, facts, fields };
         Ok(Prepared {
             job,
             setup,
             engine,
-            dataset,
-            plan,
+            datasets,
+            order,
             validation_plan,
             checkpoints,
             origin,
@@ -364,8 +369,7 @@ fn warn_of_absorbed(job: &JobFile, engine: &Engine, model: &ModelProto, groups: 
 pub(super) fn plan_validation(
     runtime: &Handle,
     sources: &Sources,
-    job: &JobFile,
-    validation: &Validation,
+    (job, validation, spec): (&JobFile, &Validation, &SourceSpec),
     columns: &Columns,
 ) -> Result<Arc<Plan>> {
     let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
@@ -373,7 +377,6 @@ pub(super) fn plan_validation(
     if let Some(top) = validation.top_k.filter(|top| *top > classes) {
         return Err(unfit(format!("validation.top_k = {top}: the model has {classes} classes")));
     }
-    let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
     let dataset = runtime.block_on(source::open_dataset(sources, job, spec))?;
     let plan = runtime
         .block_on(dataset.plan(&validation::plan_options(job)?))
@@ -385,7 +388,8 @@ pub(super) fn plan_validation(
     };
     runtime.block_on(validator.probe())?;
     if let Some(known) = &columns.dictionary
-        && let Some(found) = runtime.block_on(source::dictionary(job, &dataset, &plan))?
+        && let Some(found) =
+            runtime.block_on(source::dictionary(job, slice::from_ref(&dataset), &Arc::clone(&plan).into()))?
         && let Some(unknown) = found.first_missing_in(known)
     {
         return Err(Error::Data {

@@ -20,6 +20,7 @@ use crate::job::JobFile;
 use crate::join::{Listen, host_port};
 use crate::lease::Lease;
 use crate::metrics;
+use crate::order::Order;
 use crate::output::Output;
 use crate::publish::{self, Origin};
 use crate::replica;
@@ -32,8 +33,8 @@ pub(super) struct Prepared {
     pub(super) job: JobFile,
     pub(super) setup: Setup,
     pub(super) engine: Engine,
-    pub(super) dataset: OpenDataset,
-    pub(super) plan: Arc<Plan>,
+    pub(super) datasets: Vec<OpenDataset>,
+    pub(super) order: Order,
     pub(super) validation_plan: Option<Arc<Plan>>,
     pub(super) checkpoints: Checkpoints,
     pub(super) origin: Origin,
@@ -53,6 +54,11 @@ impl Prepared {
         on_progress: &mut (impl FnMut(Progress) + Send),
     ) -> Result<Outcome> {
         let job = &self.job;
+        let mut plans = self.order.plans().map(|plan| (**plan).clone());
+        let plan = plans.next().ok_or_else(|| Error::Job {
+            job: job.name.to_string(),
+            reason: format!("{} has no dataset", job.dataset),
+        })?;
         let assignment = Assignment {
             job: job.clone(),
             volumes: Some(VolumesSetup {
@@ -64,7 +70,8 @@ impl Prepared {
             run: self.checkpoints.run.clone(),
             owner: self.checkpoints.owner.clone(),
             fence: self.lease.fence(),
-            plan: (*self.plan).clone(),
+            plan,
+            other_plans: plans.collect(),
             validation_plan: self.validation_plan.as_deref().cloned(),
             facts: self.origin.facts.clone(),
             encrypt_ring: self.setup.listen.is_some(),
@@ -96,7 +103,7 @@ impl Prepared {
             hand_over: self.setup.standby,
             lease: Some(Arc::clone(&self.lease)),
         };
-        let steps_max = job.epochs(&self.plan)?.steps(job.epochs_max, self.plan.batch_rows() as u64);
+        let steps_max = self.order.epochs(job)?.steps(job.epochs_max, self.order.batch_rows() as u64);
         let mut first_report: Option<(Instant, u64)> = None;
         let host = self.setup.listen.as_ref().and_then(Listen::host);
         let mut announced = None;
@@ -142,7 +149,7 @@ impl Prepared {
         trained: Option<Outcome>,
         stop: &CancellationToken,
     ) -> Result<TrainReport> {
-        let state = replica::newest_usable_state(&self.checkpoints, &self.job, &self.plan, &self.engine)?;
+        let state = replica::newest_usable_state(&self.checkpoints, &self.job, &self.order, &self.engine)?;
         let finish =
             state.as_ref().and_then(|state| replica::finish(&self.job, &state.ledger, &state.evaluations));
         report.end = match finish {
@@ -176,13 +183,7 @@ impl Prepared {
                 let feed = {
                     let _context = self.runtime.enter();
                     let cache = self.setup.config.feed_cache_bytes;
-                    source::open_feed(
-                        &self.job,
-                        Arc::clone(&self.plan),
-                        &self.dataset,
-                        cache,
-                        Use::Evaluation,
-                    )?
+                    source::open_feed(&self.job, &self.order, &self.datasets, cache, Use::Evaluation)?
                 };
                 statistics::collect(&feed, &columns, &inputs, &self.runtime, stop)
             };

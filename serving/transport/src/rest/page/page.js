@@ -234,6 +234,8 @@ function lineageCard({ created_at, lineage, metrics, files }) {
   const known = facts([
     ["Snapshot", lineage.volume && [lineage.volume, lineage.snapshot].filter(Boolean).join("@")],
     ["Topic", lineage.topic],
+    ["Mixture", lineage.mixture ? element("div", {}, lineage.mixture.map(({ dataset, weight }) =>
+      element("div", {}, `${dataset}=${weight}`))) : ""],
     ["Selected by", lineage.selection],
     ["Records", landed.length ? element("div", {}, landed) : ""],
     ["Training", trained],
