@@ -200,6 +200,51 @@ fn images_are_columns_of_inputs_and_part_of_the_computation() {
     }
 }
 
+#[test]
+fn mixtures_are_lists_of_datasets_with_weights_and_part_of_the_computation() {
+    let mixed = |list: &str, more: &str| {
+        MINIMAL.replace("\"d@s:/t\"", list).replace("model = ", &format!("{more}\nmodel = "))
+    };
+    let list = "[\"d@s:/t=0.70\", \"e@latest:/u=0.3\"]";
+    let job = JobFile::parse(&mixed(list, "")).unwrap();
+    assert_eq!(job.dataset.to_string(), "d@s:/t=0.7, e@latest:/u=0.3");
+    assert!(job.is_moving() && job.dataset.one().is_none());
+    assert_eq!(job.output_volume().to_string(), "d");
+    let json = serde_json::to_value(&job).unwrap();
+    assert_eq!(json["dataset"], serde_json::json!(["d@s:/t=0.7", "e@latest:/u=0.3"]));
+    assert!(json.get("until").is_none());
+    assert_eq!(serde_json::from_value::<JobFile>(json).unwrap(), job);
+    let every = JobFile::parse(&mixed(list, "until = \"every\"")).unwrap();
+    let id = |job: &JobFile| job.digest("model", "plan#1");
+    assert_ne!(id(&every), id(&job));
+    assert_ne!(id(&job), id(&with("")));
+    let json = serde_json::to_string(&every).unwrap();
+    assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), every);
+    for (list, more, words) in [
+        ("[]", "", ["mixture of 0 datasets", "1 to 64"]),
+        ("[\"d@s:/t\"]", "", ["line 2", "DATASET=WEIGHT"]),
+        ("[\"d@s:/t=nan\"]", "", ["line 2", "\"nan\" is not a decimal number above 0"]),
+        ("[\"d@s:/t=inf\"]", "", ["line 2", "\"inf\" is not"]),
+        ("[\"d@s:/t=0\"]", "", ["line 2", "\"0\" is not"]),
+        ("[\"d@s:/t=-1\"]", "", ["line 2", "\"-1\" is not"]),
+        ("[\"d=1\"]", "", ["line 2", "VOLUME"]),
+        ("[1]", "", ["line 2", "string"]),
+        ("3", "", ["line 2", "a mixture such as"]),
+        ("[\"d:/t=1\"]", "", ["names no snapshot", "d:/t"]),
+        ("\"d@s:/t\"", "until = \"every\"", ["until", "leave until out"]),
+        (list, "until = \"last\"", ["line 5", "every"]),
+        (list, "validation = { every_epochs = 1 }", ["[validation] of a mixture", "dataset"]),
+        (
+            list,
+            "splits = { a = 0.5, b = 0.5 }\nsplit = \"a\"\nvalidation = { dataset = \"d@s:/t\", split = \"a\" }",
+            ["validation.split", "trained on"],
+        ),
+    ] {
+        let line = reason(&mixed(list, more));
+        assert!(words.iter().all(|word| line.contains(word)), "{line:?} lacks {words:?}");
+    }
+}
+
 fn with(lines: &str) -> JobFile {
     JobFile::parse(&format!("{MINIMAL}{lines}\n")).unwrap()
 }
