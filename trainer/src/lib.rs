@@ -1,6 +1,6 @@
 //! Elastic, deterministic training: ONNX in, ONNX out.
 //!
-//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train()`] runs it
+//! A *job* ([`job::JobFile`]) names a dataset or a mixture at snapshots, a model and a stopping rule. [`train()`] runs it
 //! with a coordinator in the calling process and worker processes that sum their gradients over a TCP ring.
 //! It writes checkpoints to a volume and, at the end, publishes a model bundle.
 //!

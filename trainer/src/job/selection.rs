@@ -196,7 +196,8 @@ impl JobFile {
         match &validation.split {
             _ if validation.dataset.is_none() && matches!(self.dataset, JobDataset::Mixture(_)) => {
                 return Err(
-                    "[validation] of a mixture needs its dataset: name one, for example a dataset of the mixture with the                      split that is not trained on"
+                    "[validation] of a mixture needs its dataset: name one, for example a dataset of the mixture with the \
+                     split that is not trained on"
                         .to_owned(),
                 );
             }
