@@ -315,7 +315,7 @@ def _origin(
     if feed is not None:
         place = feed.state_dict()["rows"]
         arguments = {key: value for key, value in feed._arguments.items() if key not in ("rank", "world", "format", "home")}
-        # The datasets of a mixture are in the record. A format may stand in front of a volume.
+        # A format may stand in front of a volume.
         place_of, found, rest = feed.dataset.partition(":/") if feed._until is None else ("", "", "")
         volume, _, snapshot = place_of.rpartition(":")[2].partition("@")
         path = f"/{rest}" if found else ""
@@ -326,6 +326,10 @@ def _origin(
             volume, snapshot, path = "", "", ""
             lineage.update(topic=feed.dataset)
         lineage.update(volume=volume, snapshot=snapshot, path=path, config_sha256=feed.plan)
+        if feed._until is not None:
+            # Versions of single datasets have no such field.
+            weighted = feed._reader.datasets
+            lineage.update(mixture=[{"dataset": dataset, "weight": weight} for dataset, weight in weighted])
         images = {column: json.loads(image.encode(column)) for column, image in (arguments["images"] or {}).items()}
         # Fractions may be decimal numbers, which JSON has as texts.
         arguments = json.loads(json.dumps({**arguments, "images": images or None}, default=str))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
 import unittest
 from collections import Counter
@@ -147,6 +148,26 @@ class MixtureTest(HomeCase):
         for workers in (0, 2):
             dataset.set_epoch(0)
             self.assertEqual(together([DataLoader(dataset, batch_size=None, num_workers=workers)]), expected)
+
+    def test_a_native_job_reads_the_order_of_the_feed(self) -> None:
+        models = millrace.Volume("models", create=True, home=self.home)
+        job = os.path.join(self.home, "mixed.toml")
+        with open(job, "w", encoding="utf-8") as file:
+            file.write(
+                f'name = "mixed"\ndataset = ["{DATASET}=0.7", "small@latest:/rows=0.3"]\nfeatures = "id"\nlabel = "label"\n'
+                'model = { kind = "mlp", inputs = 1, hidden = [], classes = 10 }\nseed = 5\nbatch_rows = 40\n'
+                'epochs_max = 2\noptimizer = { kind = "sgd", learning_rate = 1e-9 }\noutput = { volume = "models" }\n'
+            )
+        report = json.loads(run(self.home, "--json", "train", job))
+        feed = self.mixed(columns=["id", "label"], seed=5)
+        self.assertEqual(report["rows_per_epoch"], [feed.rows] * 2)
+        folder = f"/checkpoints/mixed/{report['run'][:16]}"
+        names = [entry.path.rpartition("/")[2] for entry in models.list(folder)]
+        newest = max(name for name in names if name.startswith("0"))
+        self.assertEqual(json.loads(models.open(f"{folder}/{newest}/manifest.json").read())["plan"], feed.plan)
+        lineage = json.loads(models.open("/models/mixed/1/bundle.json").read())["lineage"]
+        expected = [{"dataset": DATASET, "weight": "0.7"}, {"dataset": SMALL, "weight": "0.3"}]
+        self.assertEqual(lineage["mixture"], expected)
 
     def test_wrong_mixtures_are_refused_by_name(self) -> None:
         state = self.mixed().state_dict()
