@@ -350,8 +350,8 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
     }
 }
 
-/// Trains a job once its snapshot exists. A job on the newest snapshot trains again on each newer one, until `stop`. A job
-/// on a topic trains once, and one on a mixture once all of its snapshots exist.
+/// Trains a job once its snapshots exist. A job on the newest snapshot trains again on each newer one, until `stop`; one on a
+/// mixture does when any of its snapshots is newer. A job on a topic trains once.
 async fn train_when_ready(
     context: &Context,
     path: &std::path::Path,
@@ -360,41 +360,37 @@ async fn train_when_ready(
 ) -> Result<()> {
     let mut job = millrace_trainer::job::JobFile::load(path)?;
     let datafs = context.volumes().await?;
-    let Some(SourceSpec::Dataset(dataset)) = job.dataset.one().cloned() else {
-        for source in job.dataset.sources().filter_map(SourceSpec::dataset).map(|dataset| &dataset.source) {
-            if newer_snapshot(context, (&datafs, source), None, (&stop, gauge)).await?.is_none() {
-                return Ok(());
+    let datasets: Vec<DatasetSpec> = job.dataset.sources().filter_map(SourceSpec::dataset).cloned().collect();
+    let declared: Vec<VolumeSpec> = datasets.iter().map(|dataset| dataset.source.clone()).collect();
+    let has_topic = job.dataset.sources().any(|dataset| dataset.topic().is_some());
+    let mut trained: Option<Vec<Option<u64>>> = None;
+    while let Some((sources, numbers)) =
+        newer_snapshots(context, (&datafs, declared.as_slice()), trained.as_deref(), (&stop, gauge)).await?
+    {
+        // Beside a topic, the training itself finds the newest snapshots.
+        if !has_topic {
+            for ((own, dataset), source) in job.dataset.sources_mut().zip(&datasets).zip(&sources) {
+                *own = DatasetSpec { source: source.clone(), ..dataset.clone() }.into();
             }
         }
-        let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
-        tracing::info!(
-            model = %job.model_name(), version = report.version, end = ?report.end, dataset = %job.dataset, "training ended"
-        );
-        return Ok(());
-    };
-    let declared = dataset.source.clone();
-    let mut trained = None;
-    while let Some((source, number)) =
-        newer_snapshot(context, (&datafs, &declared), trained, (&stop, gauge)).await?
-    {
-        job.dataset = DatasetSpec { source: source.clone(), ..dataset.clone() }.into();
+        let is_last = has_topic || sources == declared;
         let report = match crate::commands::train::train(context, &job, stop.clone(), |_| {}).await {
             Ok(report) => report,
             // Records may not have landed yet. A later snapshot can hold some, this one never will.
-            Err(error) if source != declared && has_no_rows(&error) => {
-                tracing::info!(dataset = %source, %error, "the training waits for a snapshot with records");
-                trained = number;
+            Err(error) if !is_last && has_no_rows(&error) => {
+                tracing::info!(dataset = %job.dataset, %error, "the training waits for a snapshot with records");
+                trained = Some(numbers);
                 continue;
             }
             Err(error) => return Err(error),
         };
         tracing::info!(
-            model = %job.model_name(), version = report.version, end = ?report.end, dataset = %source, "training ended"
+            model = %job.model_name(), version = report.version, end = ?report.end, dataset = %job.dataset, "training ended"
         );
-        if source == declared {
+        if is_last {
             break;
         }
-        trained = number;
+        trained = Some(numbers);
     }
     Ok(())
 }
@@ -409,31 +405,38 @@ fn has_no_rows(error: &anyhow::Error) -> bool {
     })
 }
 
-/// The snapshot that a training is to read, and its number, once one exists that is newer than that of the number
-/// `trained`; `None` when the service stops. A snapshot that was deleted does not make an older one newer.
-async fn newer_snapshot(
+/// The snapshots that a training is to read, and their numbers, once all exist and one of them is newer than that of the
+/// number in `trained`; `None` when the service stops. A snapshot that was deleted does not make an older one newer.
+async fn newer_snapshots(
     context: &Context,
-    (datafs, declared): (&Datafs, &VolumeSpec),
-    trained: Option<u64>,
+    (datafs, declared): (&Datafs, &[VolumeSpec]),
+    trained: Option<&[Option<u64>]>,
     (stop, gauge): (&CancellationToken, &WaitGauge),
-) -> Result<Option<(VolumeSpec, Option<u64>)>> {
+) -> Result<Option<(Vec<VolumeSpec>, Vec<Option<u64>>)>> {
+    let names = declared.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let mut waits = false;
     while !stop.is_cancelled() {
-        let (datafs, spec) = (datafs.clone(), declared.clone());
-        let resolved = context.blocking(move || Ok(datafs.resolve(&spec))).await?;
+        let (datafs, specs) = (datafs.clone(), declared.to_vec());
+        let resolved = context.blocking(move || {
+            let each = specs.iter().map(|spec| datafs.resolve(spec));
+            Ok(each.collect::<Result<(Vec<_>, Vec<_>), millrace_datafs::Error>>())
+        });
+        let resolved = resolved.await?;
         if resolved.is_ok() && std::mem::take(&mut waits) {
             gauge.set(false);
-            tracing::info!(dataset = %declared, "the snapshot exists");
+            tracing::info!(dataset = names, "the snapshot exists");
         }
         match resolved {
-            Ok((source, number)) if trained.is_none() || number > trained => {
-                return Ok(Some((source, number)));
+            Ok((sources, numbers)) => {
+                let is_newer = |(number, trained): (&Option<u64>, &Option<u64>)| number > trained;
+                if trained.is_none_or(|trained| numbers.iter().zip(trained).any(is_newer)) {
+                    return Ok(Some((sources, numbers)));
+                }
             }
-            Ok(_) => {}
             Err(error @ millrace_datafs::Error::NotFound { .. }) => {
                 if !std::mem::replace(&mut waits, true) {
                     gauge.set(true);
-                    tracing::info!(dataset = %declared, %error, "the training waits for its snapshot");
+                    tracing::info!(dataset = names, %error, "the training waits for its snapshot");
                 }
             }
             Err(error) => return Err(error.into()),

@@ -42,7 +42,8 @@ impl JobDataset {
         one.into_iter().chain(mixed.into_iter().flatten().map(|source| &source.dataset))
     }
 
-    pub(crate) fn sources_mut(&mut self) -> impl Iterator<Item = &mut SourceSpec> {
+    /// The datasets, to be replaced by others, such as the newest snapshot by the one that it is now.
+    pub fn sources_mut(&mut self) -> impl Iterator<Item = &mut SourceSpec> {
         let (one, mixed) = match self {
             JobDataset::One(dataset) => (Some(dataset), None),
             JobDataset::Mixture(mixed) => (None, Some(mixed)),
