@@ -72,11 +72,6 @@ impl JobDataset {
         self.sources().find_map(SourceSpec::volume)
     }
 
-    /// Whether opening one of them again later can give other rows.
-    pub fn is_moving(&self) -> bool {
-        self.sources().any(SourceSpec::is_moving)
-    }
-
     /// Checks the number of datasets, and that `until` has a meaning.
     pub(super) fn check(&self, until: Until) -> Result<(), String> {
         match self {
