@@ -4,6 +4,7 @@ mod public;
 mod secret;
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 pub use public::{PUBLIC_STORE_OPTIONS, is_public_store_option};
@@ -57,6 +58,9 @@ pub struct Config {
     pub cache_dir: PathBuf,
     /// Most bytes in the cache; 0 turns it off.
     pub cache_bytes_max: u64,
+    /// Whether `cache_bytes_max` bounds this cache together with those beside it: the folders in the parent of
+    /// `cache_dir` whose names are 32 hex digits, as its own must be. The CSI driver sets it for the caches of tenants.
+    pub cache_shared_bound: bool,
     /// Bytes of its disk that the cache leaves free.
     pub cache_free_bytes_min: u64,
     /// Most bytes of remote objects in memory for readers, mainly prefetched data.
@@ -108,6 +112,7 @@ impl Default for Config {
             store_timeout_ms: 30_000,
             cache_dir: PathBuf::from("datafs/cache"),
             cache_bytes_max: 16 << 30,
+            cache_shared_bound: false,
             cache_free_bytes_min: 1 << 30,
             read_buffers_bytes_max: 128 << 20,
             pack_linger_ms: 50,
@@ -147,6 +152,14 @@ impl Config {
 
     pub(crate) fn cache_path(&self, home: &Path) -> PathBuf {
         home.join(&self.cache_dir)
+    }
+
+    /// Whether a cache in a folder of this name may share its bound (`cache_shared_bound`): 32 lower-case hex digits, so
+    /// that no store or home beside it counts as a cache.
+    #[must_use]
+    pub fn is_shared_cache_name(name: &OsStr) -> bool {
+        let name = name.as_encoded_bytes();
+        name.len() == 32 && name.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     }
 
     /// The folder in which each process that uses this metadata locks a file.

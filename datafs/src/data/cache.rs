@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use super::access_time;
 use super::deleted::is_deleted;
 use super::error::{ObjectError, Result};
-use super::evict::{Evictor, MAP_SUFFIX};
+use super::evict::{Bounds, Evictor, MAP_SUFFIX};
 use super::image::Image;
 use crate::metrics;
 use crate::object::ObjectId;
@@ -91,16 +91,15 @@ enum Write {
 }
 
 impl Cache {
-    /// A cache in `root`, created with the first write. It holds at most `bytes_max` and leaves
-    /// `free_bytes_min` of the disk free.
-    pub(super) fn open(root: &Path, bytes_max: u64, free_bytes_min: u64) -> io::Result<Cache> {
+    /// A cache in `root`, created with the first write.
+    pub(super) fn open(root: &Path, bounds: Bounds) -> io::Result<Cache> {
         let state =
             Arc::new(State { refused: Mutex::new(None), waiting: AtomicUsize::new(0), boot: boot_id() });
         let (queue, writes) = sync_channel(QUEUE_MAX);
         let writer = Writer {
             root: root.to_owned(),
             state: Arc::clone(&state),
-            evictor: Evictor::new(root, bytes_max, free_bytes_min),
+            evictor: Evictor::new(root, bounds),
         };
         std::thread::Builder::new().name("datafs-cache".into()).spawn(move || {
             let mut writer = writer;

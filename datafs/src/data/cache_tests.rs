@@ -209,6 +209,43 @@ fn pools_that_share_a_small_cache_keep_it_within_bounds() {
 }
 
 #[test]
+fn caches_side_by_side_share_a_bound_and_nothing_else_beside_them_is_evicted() {
+    let (server, dir) = (S3Server::start(), tempfile::tempdir().unwrap());
+    let max = 10 * MIB as u64;
+    let caches: Vec<_> = ["a", "b", "c"].iter().map(|name| dir.path().join(name.repeat(32))).collect();
+    let shared = |cache_dir: &Path| Config {
+        cache_bytes_max: max,
+        cache_shared_bound: true,
+        ..cached(&server, cache_dir)
+    };
+    // A store, another folder with the layout of a cache, and a link to it under the name of a cache.
+    let mut others = Vec::new();
+    for name in ["objects", "elsewhere"] {
+        let folder = dir.path().join(name).join("aa");
+        fs::create_dir_all(&folder).unwrap();
+        others.push(folder.join("a".repeat(32)));
+        fs::write(others.last().unwrap(), vec![1; 12 * MIB]).unwrap();
+    }
+    std::os::unix::fs::symlink(dir.path().join("elsewhere"), dir.path().join("d".repeat(32))).unwrap();
+    let bytes = pattern(4 * MIB);
+    for (i, cache) in caches.iter().enumerate() {
+        let pool = pool_with(&shared(cache), SESSION + i as u64);
+        for _ in 0..2 {
+            let id = pool.put(&bytes).unwrap().id;
+            warm(&pool, id);
+            let used: u64 = caches[..=i].iter().map(|cache| disk_bytes(cache)).sum();
+            assert!(used <= max + SEGMENT_BYTES + max / 16, "{used}");
+            assert!(disk_bytes(cache) >= bytes.len() as u64, "the newest stays");
+        }
+    }
+    // Two of the last cache are the newest of all.
+    assert!(disk_bytes(&caches[0]) < MIB as u64, "{}", disk_bytes(&caches[0]));
+    assert!(others.iter().all(|other| fs::metadata(other).unwrap().len() == 12 * MIB as u64));
+    let refused = ObjectPool::open(dir.path(), &shared(&dir.path().join("cache")), SESSION).unwrap_err();
+    assert!(refused.to_string().contains("32 lower-case hex digits"), "{refused}");
+}
+
+#[test]
 fn readers_share_requests_and_a_sequential_one_reads_ahead() {
     let server = S3Server::start();
     let config = config(&server, "p");

@@ -1,5 +1,8 @@
 //! Eviction from the cache: whole objects go, least recently used first, until the cache is within its
 //! bounds. A reader that has an evicted object open reads on.
+//!
+//! Caches that share a bound lie side by side in one folder. Each of their evictors lists all of them and removes the
+//! least recently used objects of all. A link in that folder or in a cache is not followed.
 
 use std::collections::HashMap;
 use std::fs::{self, Metadata};
@@ -12,6 +15,7 @@ use millrace_leaf::private;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::space::StoreSpace;
+use crate::config::Config;
 use crate::metrics;
 
 /// Ending of a map's name.
@@ -24,12 +28,33 @@ const LOOK_BYTES_MAX: u64 = 256 << 20;
 /// Unfinished files of other processes are removed after this time.
 const UNFINISHED_AGE: Duration = Duration::from_secs(3600);
 
+/// The bounds of a cache.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bounds {
+    /// Most bytes in the cache.
+    bytes_max: u64,
+    /// Bytes of its disk that stay free.
+    free_bytes_min: u64,
+    /// Whether `bytes_max` bounds all caches of the parent directory together.
+    is_shared: bool,
+}
+
+impl Bounds {
+    /// The bounds of a configuration.
+    pub(super) fn of(config: &Config) -> Bounds {
+        Bounds {
+            bytes_max: config.cache_bytes_max,
+            free_bytes_min: config.cache_free_bytes_min,
+            is_shared: config.cache_shared_bound,
+        }
+    }
+}
+
 /// The evictor of one cache directory.
 #[derive(Debug)]
 pub(super) struct Evictor {
     root: PathBuf,
-    bytes_max: u64,
-    free_bytes_min: u64,
+    bounds: Bounds,
     /// Bytes written since the last scan.
     written: u64,
     /// No scan has run yet.
@@ -45,14 +70,14 @@ struct Kept {
 }
 
 impl Evictor {
-    pub(super) fn new(root: &Path, bytes_max: u64, free_bytes_min: u64) -> Evictor {
-        Evictor { root: root.to_owned(), bytes_max, free_bytes_min, written: 0, first: true }
+    pub(super) fn new(root: &Path, bounds: Bounds) -> Evictor {
+        Evictor { root: root.to_owned(), bounds, written: 0, first: true }
     }
 
     /// The cache calls this after each write of `bytes` bytes.
     pub(super) fn after(&mut self, bytes: u64) {
         self.written += bytes;
-        let look = (self.bytes_max / 16).min(LOOK_BYTES_MAX);
+        let look = (self.bounds.bytes_max / 16).min(LOOK_BYTES_MAX);
         let short = StoreSpace::of_disk(&self.root).map_or(0, |s| self.shortage(s.available_bytes));
         if self.first || self.written >= look || short > 0 {
             self.first = false;
@@ -62,12 +87,13 @@ impl Evictor {
     }
 
     fn shortage(&self, available_bytes: u64) -> u64 {
-        self.free_bytes_min.saturating_sub(available_bytes)
+        self.bounds.free_bytes_min.saturating_sub(available_bytes)
     }
 
     /// Removes objects until the cache fits, and `short` bytes more are free.
     fn run(&self, short: u64) {
-        let path = self.root.join("evict.lock");
+        // Caches that share a bound exclude each other too.
+        let path = self.parent().unwrap_or(&self.root).join("evict.lock");
         let lock = match private::options().write(true).create(true).truncate(true).open(&path) {
             Ok(lock) => lock,
             Err(error) => {
@@ -82,7 +108,7 @@ impl Evictor {
         let Ok(_lock) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return };
         let mut kept = self.list();
         let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
-        let target = if total > self.bytes_max { self.bytes_max / 100 * LOW_PERCENT } else { total };
+        let target = if total > self.bounds.bytes_max { self.bounds.bytes_max / 100 * LOW_PERCENT } else { total };
         let target = target.min(total.saturating_sub(short));
         if total <= target {
             return;
@@ -111,12 +137,28 @@ impl Evictor {
         }
     }
 
+    /// The directory of the caches that share the bound, if it is shared.
+    fn parent(&self) -> Option<&Path> {
+        self.root.parent().filter(|_| self.bounds.is_shared)
+    }
+
+    /// The caches within the bound.
+    fn roots(&self) -> Vec<PathBuf> {
+        let mut roots = vec![self.root.clone()];
+        if let Some(parent) = self.parent() {
+            let beside = directories(parent).filter(|other| {
+                *other != self.root && other.file_name().is_some_and(Config::is_shared_cache_name)
+            });
+            roots.extend(beside);
+        }
+        roots
+    }
+
     fn list(&self) -> Vec<Kept> {
         let mut kept: HashMap<PathBuf, Kept> = HashMap::new();
         let now = SystemTime::now();
-        // Entries that cannot be listed or are gone by now are skipped.
-        for folder in fs::read_dir(&self.root).into_iter().flatten().flatten() {
-            for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
+        for folder in self.roots().iter().flat_map(|root| directories(root)) {
+            for file in fs::read_dir(folder).into_iter().flatten().flatten() {
                 let (path, Ok(data)) = (file.path(), file.metadata()) else { continue };
                 let Some(name) = path.to_str() else { continue };
                 let used = data.modified().unwrap_or(SystemTime::UNIX_EPOCH);
@@ -136,6 +178,12 @@ impl Evictor {
         }
         kept.into_values().collect()
     }
+}
+
+/// The directories in a directory, without links. Entries that cannot be listed or are gone by now are skipped.
+fn directories(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = fs::read_dir(of).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path())
 }
 
 /// Disk space of a file; images are sparse.

@@ -9,6 +9,7 @@ use super::cache::Cache;
 use super::codec::Codec;
 use super::deleted;
 use super::error::{ObjectError, Result};
+use super::evict::Bounds;
 use super::keyring::Keyring;
 #[cfg(test)]
 use super::local::LocalStore;
@@ -46,7 +47,14 @@ impl ObjectPool {
         let mut cache = None;
         if matches!(store, Store::Remote(_)) && config.cache_bytes_max > 0 {
             let root = config.cache_path(home);
-            let opened = Cache::open(&root, config.cache_bytes_max, config.cache_free_bytes_min);
+            if config.cache_shared_bound && !root.file_name().is_some_and(Config::is_shared_cache_name) {
+                return Err(crate::Error::Invalid(format!(
+                    "cannot share the bound of the cache {}: its folder's name is not 32 lower-case hex digits; name \
+                     another cache_dir, or leave cache_shared_bound out",
+                    root.display()
+                )));
+            }
+            let opened = Cache::open(&root, Bounds::of(config));
             let failed = |e| crate::Error::io("start the thread of the cache at", &root, e);
             cache = Some(Arc::new(opened.map_err(failed)?));
         }
