@@ -19,6 +19,7 @@ use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
+use crate::caches::Caches;
 use crate::refusal::{invalid, refused};
 
 /// Most homes that stay open at the same time.
@@ -64,6 +65,7 @@ pub(crate) struct Homes {
     own: Place,
     /// The folder for homes of tenants.
     tenants: PathBuf,
+    caches: Caches,
     open: Box<OpenVolumes>,
     opened: Mutex<HashMap<String, (Datafs, Instant)>>,
 }
@@ -98,8 +100,14 @@ impl Place {
 impl Homes {
     /// The driver's own home at `root`, and the homes of tenants below `tenants`.
     pub(crate) fn new(root: PathBuf, config: Config, tenants: PathBuf, open: Box<OpenVolumes>) -> Homes {
+        let caches = Caches::new(&config, &tenants);
         let own = Place { root, config };
-        Homes { own, tenants, open, opened: Mutex::default() }
+        Homes { own, tenants, caches, open, opened: Mutex::default() }
+    }
+
+    /// The caches of tenants.
+    pub(crate) fn caches(&self) -> &Caches {
+        &self.caches
     }
 
     /// The home that the secrets of a call name.
@@ -177,15 +185,11 @@ impl Homes {
             return Ok(Place { root: self.own.root.clone(), config });
         }
         let identity = identity(&config);
-        // Files of the driver's own home, by absolute paths, are no tenant's. One disk may hold all caches, each with the
-        // bound of the driver's, and none inside of another.
+        // Files of the driver's own home, by absolute paths, are no tenant's.
         let unset = Config::default();
         (config.meta_file, config.store_dir) = (unset.meta_file, unset.store_dir);
-        if config.cache_dir.is_absolute() {
-            let mut beside = config.cache_dir.into_os_string();
-            beside.push("-tenants");
-            config.cache_dir = PathBuf::from(beside).join(&identity);
-        }
+        // The caches of all tenants together have the bound of the driver's own.
+        (config.cache_dir, config.cache_shared_bound) = (self.caches.of(&identity), true);
         Ok(Place { root: self.tenants.join(identity), config })
     }
 

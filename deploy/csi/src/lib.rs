@@ -18,7 +18,8 @@
 //!  - calls for one volume, snapshot or target exclude each other, on a node also those of two drivers;
 //!  - secrets reach a mount's server in a private file. They are in no command line, log, error or `Debug` text;
 //!  - a secret is content of a tenant: it names no file of the node, and gets no credentials of the driver;
-//!  - nothing is written to a target's folder while no volume is mounted there.
+//!  - nothing is written to a target's folder while no volume is mounted there;
+//!  - the caches of all tenants of a node together have one bound, and unused ones are removed.
 //!
 //! Bounds: messages of 1 MiB, 512 calls per connection, 1,000 entries per page, 64 keys of a secret, 8 open homes. Of the
 //! controller's calls, 16 work on the driver's own home at a time, 2 on each home of a tenant and 32 on those together.
@@ -40,6 +41,7 @@
 
 mod authority;
 mod busy;
+mod caches;
 mod check;
 mod controller;
 mod error;
@@ -75,6 +77,7 @@ use tonic::transport::Server;
 
 use crate::authority::AnyAuthority;
 use crate::busy::Busy;
+use crate::caches::{Caches, IDLE_MAX, SWEEP_EVERY};
 use crate::controller::ControllerService;
 pub use crate::error::Error;
 use crate::homes::Homes;
@@ -206,10 +209,11 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
     let tenants = options.state.join("homes");
     let homes = Homes::new(options.home.clone(), options.config.clone(), tenants.clone(), open);
     let homes = Arc::new(homes);
+    let publications = Publications::open(options.state.join("published")).map_err(state)?;
+    let (caches, used) = (homes.caches().clone(), publications.clone());
     let node = match &options.node {
         None => None,
         Some(node) => {
-            let publications = Publications::open(options.state.join("published")).map_err(state)?;
             let launch = Launch {
                 program: node.program.clone(),
                 holder: node.holder.clone(),
@@ -237,6 +241,7 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
     let identity = IdentityService { name: options.name.clone(), has_controller: options.controller };
     let (_socket, listener) = listen(&options.endpoint)?;
     let (servers, ready) = (node.as_ref().map(|node| Arc::clone(&node.servers)), options.ready.clone());
+    let sweeping = tokio::spawn(sweep(caches, used, stop.clone()));
     let recovery = tokio::spawn(async move {
         if let Some(servers) = servers {
             servers.recover().await;
@@ -283,6 +288,7 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
             Ok(())
         }
     };
+    sweeping.abort();
     recovery.abort();
     // Its end, so that the file is not written after its removal.
     recovery.await.ok();
@@ -292,6 +298,28 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
         tracing::warn!(path = %ready.display(), %error, "cannot remove the ready file");
     }
     ended
+}
+
+/// Removes the caches of tenants without volumes on the node from time to time.
+async fn sweep(caches: Caches, publications: Publications, stop: CancellationToken) {
+    loop {
+        let (of, used) = (caches.clone(), publications.clone());
+        let folder = caches.folder().display();
+        match tokio::task::spawn_blocking(move || of.sweep(&used, IDLE_MAX)).await {
+            Ok(Ok(0)) => {}
+            Ok(Ok(removed)) => {
+                tracing::info!(%folder, removed, "caches of tenants without volumes on this node were removed");
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(%folder, %error, "cannot remove all unused caches of tenants; the next sweep tries again");
+            }
+            Err(error) => tracing::warn!(%folder, %error, "the removal of unused caches ended early"),
+        }
+        tokio::select! {
+            () = tokio::time::sleep(SWEEP_EVERY) => {}
+            () = stop.cancelled() => return,
+        }
+    }
 }
 
 fn remove_ready(path: &std::path::Path) -> io::Result<()> {

@@ -4,6 +4,7 @@
 //! fields, locks the target against other calls and other drivers of the node, and may be repeated at any time.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{Code, Request, Response, Status};
 
 use crate::busy::Busy;
+use crate::caches::Caches;
 use crate::check::{self, MountFlags};
 use crate::homes::{Homes, Place};
 use crate::proto::csi::node_server::Node;
@@ -181,9 +183,13 @@ impl NodeService {
         let prepared = prepare(self.servers.clone(), &at).await;
         let started = match prepared {
             Ok(()) => {
-                let begun = make_home(&wanted.place)
-                    .and_then(|()| locked.write_config(&wanted.place.config_text()?))
-                    .and_then(|()| locked.write(&publication));
+                let begun = hold(self.homes.caches()).and_then(|held| {
+                    make_home(&wanted.place)?;
+                    locked.write_config(&wanted.place.config_text()?)?;
+                    locked.write(&publication)?;
+                    drop(held);
+                    Ok(())
+                });
                 match begun {
                     Ok(()) => self.servers.start(&locked, &publication).await,
                     failed => failed,
@@ -261,6 +267,13 @@ async fn look<T: Send + 'static>(
     let slow = |_| hangs("the mount has not answered for 5 s");
     let ended = |error| refused(Code::Internal, format!("the work of the call ended early: {error}"));
     tokio::time::timeout(STATS_MAX, looked).await.map_err(slow)?.map_err(ended)?
+}
+
+/// Keeps the caches of tenants from being removed before the record of a publication says that one is used.
+fn hold(caches: &Caches) -> Result<File, Status> {
+    caches.hold().map_err(|error| {
+        refused(Code::Internal, format!("cannot lock the caches of {}: {error}", caches.folder().display()))
+    })
 }
 
 fn make_home(place: &Place) -> Result<(), Status> {

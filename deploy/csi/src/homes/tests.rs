@@ -4,6 +4,10 @@ fn homes() -> Homes {
     let mut config = Config { meta_schema: "own".into(), ..Config::default() };
     config.store_options.insert("secret_access_key".into(), "of-the-driver".into());
     config.encryption_keys.insert("driver".into(), "key-of-the-driver".into());
+    homes_of(config)
+}
+
+fn homes_of(config: Config) -> Homes {
     Homes::new("/own".into(), config, "/tenants".into(), Box::new(|_, _| Err("never opened".into())))
 }
 
@@ -52,10 +56,10 @@ fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_passwo
 
 #[test]
 fn a_tenant_shares_no_files_with_the_driver_or_with_another_tenant() {
-    let mut homes = homes();
-    let config = &mut homes.own.config;
+    let mut config = homes().own.config;
     (config.meta_file, config.store_dir) = ("/own/meta".into(), "/own/objects".into());
     config.cache_dir = "/disk/cache".into();
+    let homes = homes_of(config);
     let [one, other] = ["one", "other"].map(|schema| {
         let mut secrets = secrets(&TENANT);
         secrets.insert("meta_schema".into(), schema.into());
@@ -69,6 +73,17 @@ fn a_tenant_shares_no_files_with_the_driver_or_with_another_tenant() {
     assert_ne!(one.cache_dir, other.cache_dir);
     let own = homes.place(&HashMap::new()).unwrap().config;
     assert_eq!(own.cache_dir, Path::new("/disk/cache"));
+    // One bound holds for the caches of all tenants, wherever they are.
+    let relative = self::homes().place(&secrets(&TENANT)).unwrap().config;
+    assert!(relative.cache_dir.starts_with("/tenants-caches"));
+    for tenant in [&one, &other, &relative] {
+        assert!(
+            tenant.cache_shared_bound
+                && tenant.cache_dir.file_name().is_some_and(Config::is_shared_cache_name)
+        );
+        assert_eq!(tenant.cache_bytes_max, own.cache_bytes_max);
+    }
+    assert!(!own.cache_shared_bound);
 }
 
 #[test]

@@ -1,0 +1,194 @@
+//! The caches of tenants on a node: their folders, and the removal of those that no published volume uses.
+//!
+//! Each tenant has a folder of its own, so that it reads none of another's objects. All these folders lie in one, and
+//! share one bound (`cache_shared_bound` of `[datafs]`): the least recently used objects of all tenants go first.
+//!
+//! A tenant without a published volume on the node keeps its cache for [`IDLE_MAX`], for the next pod of a job. Then
+//! [`Caches::sweep`] removes it:
+//!  - while it holds the lock, it reads the records of published volumes and renames the unused folders. A call writes
+//!    its record under the same lock ([`Caches::hold`]). So a server that starts later begins a new folder;
+//!  - it deletes the renamed folders without the lock. Those that a crash leaves are deleted by the next sweep;
+//!  - it follows no link below the caches' folder.
+
+use std::collections::HashSet;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use millrace_datafs::Config;
+use millrace_leaf::private;
+use nix::libc;
+
+use crate::publication::Publications;
+
+/// How long a cache is kept that no published volume of its tenant uses.
+pub(crate) const IDLE_MAX: Duration = Duration::from_secs(3_600);
+/// Interval of sweeps.
+pub(crate) const SWEEP_EVERY: Duration = Duration::from_secs(600);
+/// What the names of folders begin with that are being deleted.
+const GONE: &str = "#gone-";
+
+/// The folders of tenants' caches.
+#[derive(Debug, Clone)]
+pub(crate) struct Caches {
+    folder: PathBuf,
+    /// The homes of tenants, and where earlier programs kept a cache below each.
+    earlier: Option<(PathBuf, PathBuf)>,
+    lock: PathBuf,
+}
+
+impl Caches {
+    /// The caches of tenants beside the driver's own cache, or beside the folder with the homes of tenants if the
+    /// driver's own is in its home.
+    pub(crate) fn new(config: &Config, tenants: &Path) -> Caches {
+        // A relative path in a configuration is one below a home. The program's folder has a path, or nothing works.
+        let tenants = std::path::absolute(tenants).unwrap_or_else(|_| tenants.to_owned());
+        let beside = |ending: &str| {
+            let mut path = tenants.clone().into_os_string();
+            path.push(ending);
+            PathBuf::from(path)
+        };
+        let lock = beside("-caches.lock");
+        if config.cache_dir.is_absolute() {
+            let mut folder = config.cache_dir.clone().into_os_string();
+            folder.push("-tenants");
+            return Caches { folder: folder.into(), earlier: None, lock };
+        }
+        let is_below = config.cache_dir.components().all(|part| matches!(part, Component::Normal(_)));
+        let earlier = is_below.then(|| (tenants.clone(), config.cache_dir.clone()));
+        Caches { folder: beside("-caches"), earlier, lock }
+    }
+
+    /// The folder with all of them.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The cache of a tenant.
+    pub(crate) fn of(&self, identity: &str) -> PathBuf {
+        self.folder.join(identity)
+    }
+
+    /// Keeps caches from being removed until the file is dropped. The record of a tenant's volume is written meanwhile.
+    ///
+    /// # Errors
+    /// Those of opening and locking the file.
+    pub(crate) fn hold(&self) -> io::Result<File> {
+        let file = self.open_lock()?;
+        file.lock_shared()?;
+        Ok(file)
+    }
+
+    fn open_lock(&self) -> io::Result<File> {
+        if let Some(folder) = self.lock.parent() {
+            private::create_dir_all(folder)?;
+        }
+        private::options().write(true).create(true).truncate(false).open(&self.lock)
+    }
+
+    /// Removes the caches of tenants that have had no published volume for `idle`, as far as sweeps have seen; returns how
+    /// many. Several drivers may sweep at the same time. Blocks for as long as the deletion takes.
+    ///
+    /// # Errors
+    /// The first error. Other folders are removed nevertheless.
+    pub(crate) fn sweep(&self, publications: &Publications, idle: Duration) -> io::Result<usize> {
+        let renamed = self.rename_unused(publications, idle);
+        let mut failed = Ok(());
+        for (name, path) in folders(&self.folder)? {
+            if name.as_encoded_bytes().starts_with(GONE.as_bytes()) {
+                // Links in it are removed, and not followed.
+                match fs::remove_dir_all(&path) {
+                    // Another driver is as fast.
+                    Err(error) if error.kind() != ErrorKind::NotFound => failed = failed.and(Err(error)),
+                    _ => {}
+                }
+            }
+        }
+        let renamed = renamed?;
+        failed.map(|()| renamed)
+    }
+
+    /// Takes unused caches out of use.
+    fn rename_unused(&self, publications: &Publications, idle: Duration) -> io::Result<usize> {
+        let all = self.all()?;
+        if all.is_empty() {
+            return Ok(0);
+        }
+        let lock = self.open_lock()?;
+        lock.lock()?;
+        let homes = publications.all().into_iter();
+        let used: HashSet<OsString> =
+            homes.filter_map(|found| found.home.file_name().map(OsStr::to_owned)).collect();
+        let (mut renamed, mut failed) = (0, Ok(()));
+        for (identity, path) in all {
+            let done = match used.contains(&identity) {
+                true => mark_used(&path).map(|()| false),
+                false => self.rename_idle(&identity, &path, idle),
+            };
+            match done {
+                Ok(is_renamed) => renamed += usize::from(is_renamed),
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => failed = failed.and(Err(error)),
+            }
+        }
+        failed.map(|()| renamed)
+    }
+
+    /// Renames a cache that was not used for `idle`.
+    fn rename_idle(&self, identity: &OsStr, path: &Path, idle: Duration) -> io::Result<bool> {
+        let used = fs::symlink_metadata(path)?.modified()?;
+        match SystemTime::now().duration_since(used) {
+            Ok(age) if age < idle => return Ok(false),
+            Ok(_) => {}
+            // The clock was set back: its age counts from now.
+            Err(_) => return mark_used(path).map(|()| false),
+        }
+        let mut gone = OsString::from(GONE);
+        gone.push(identity);
+        gone.push(format!(".{:016x}", millrace_leaf::random::id()?));
+        private::create_dir_all(&self.folder)?;
+        fs::rename(path, self.folder.join(gone))?;
+        Ok(true)
+    }
+
+    /// All caches, by identity of their tenant.
+    fn all(&self) -> io::Result<Vec<(OsString, PathBuf)>> {
+        let mut all = folders(&self.folder)?;
+        if let Some((homes, below)) = &self.earlier {
+            for (identity, home) in folders(homes)? {
+                let mut path = home;
+                let is_reached = below.components().all(|part| {
+                    path.push(part);
+                    fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir())
+                });
+                if is_reached {
+                    all.push((identity, path));
+                }
+            }
+        }
+        all.retain(|(identity, _)| Config::is_shared_cache_name(identity));
+        Ok(all)
+    }
+}
+
+/// The folders in a folder, without links. A missing folder has none.
+fn folders(of: &Path) -> io::Result<Vec<(OsString, PathBuf)>> {
+    let entries = match fs::read_dir(of) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let entries = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    Ok(entries.map(|entry| (entry.file_name(), entry.path())).collect())
+}
+
+/// Notes that a cache is in use.
+fn mark_used(path: &Path) -> io::Result<()> {
+    let folder = File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_DIRECTORY).open(path)?;
+    folder.set_modified(SystemTime::now())
+}
+
+#[cfg(test)]
+mod tests;
