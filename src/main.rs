@@ -13,6 +13,7 @@ mod idle_cores;
 mod inference;
 mod json_rows;
 mod logging;
+mod metrics_address;
 mod output;
 mod quickstart;
 mod ready;

@@ -1,17 +1,19 @@
 //! `millrace csi`: the driver of the Container Storage Interface on the volumes of this home.
 
+use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Result;
 use millrace_csi::{Metrics, NodeOptions, Options};
 use millrace_datafs::Config;
 use millrace_home::Home;
-use millrace_serving::{MetricsServer, metrics_text};
+use millrace_serving::{Error, MetricsServer, metrics_text};
 
 use crate::cli::{CsiArgs, CsiServices};
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::ready;
+use crate::{metrics_address, output, ready};
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
@@ -31,20 +33,9 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
         }),
     };
     let metrics = args.metrics.map(|address| (address, Metrics::new()));
-    // Answers until the end of this command.
-    let _exported = match &metrics {
-        Some((address, metrics)) => {
-            let metrics = metrics.clone();
-            let text = move || {
-                let metrics = metrics.clone();
-                async move { metrics.text(metrics_text).await }
-            };
-            let server = MetricsServer::start_with(*address, context.stop.child_token(), text).await?;
-            context.out.note(&format!("metrics at http://{}/metrics", server.address()));
-            Some(server)
-        }
-        None => None,
-    };
+    if let Some((address, metrics)) = &metrics {
+        export(context, *address, metrics.clone()).await?;
+    }
     let root = context.home.root();
     let options = Options {
         name: args.driver_name,
@@ -66,4 +57,47 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
     out.note(&format!("the driver {} serves at {}", options.name, options.endpoint.display()));
     ready::notify_systemd();
     Ok(millrace_csi::serve(options, open, context.stop.clone()).await?)
+}
+
+/// Serves metrics until the end of the command. The driver that this one replaces may have the address until it ends,
+/// which is after this one has taken over its mounts: so this driver then serves without metrics until the address is
+/// free.
+async fn export(context: &Context, address: SocketAddr, metrics: Metrics) -> Result<()> {
+    let (out, stop) = (context.out, context.stop.clone());
+    let ends = stop.clone();
+    let attempt = move || {
+        let metrics = metrics.clone();
+        let text = move || {
+            let metrics = metrics.clone();
+            async move { metrics.text(metrics_text).await }
+        };
+        MetricsServer::start_with(address, ends.child_token(), text)
+    };
+    let started = match attempt().await {
+        Err(Error::Bind { is_taken: true, .. }) => {
+            tracing::warn!(%address, "another process has the metrics address; metrics are served once it is free");
+            None
+        }
+        started => Some(started?),
+    };
+    tokio::spawn(async move {
+        let server = match started {
+            Some(server) => Ok(server),
+            None => tokio::select! {
+                taken = metrics_address::take(Duration::MAX, attempt) => taken,
+                () = stop.cancelled() => return,
+            },
+        };
+        match server {
+            Ok(server) => {
+                out.note(&format!("metrics at http://{}/metrics", server.address()));
+                stop.cancelled().await;
+            }
+            Err(error) => {
+                let error = output::one_line(&error.into());
+                tracing::error!(error, "the driver goes on without metrics");
+            }
+        }
+    });
+    Ok(())
 }

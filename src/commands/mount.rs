@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, End, MountOptions, TraceOptions};
@@ -21,13 +21,12 @@ use crate::cli::{MountArgs, UmountArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{self, Output, quoted};
-use crate::ready;
+use crate::{metrics_address, ready};
 
 /// The running program, also after an upgrade has replaced its file.
 pub(super) const OWN_PROGRAM: &str = "/proc/self/exe";
-/// Longest wait for the metrics address of a server that has handed over, and the interval between attempts.
+/// Longest wait for the metrics address of a server that has handed over.
 const RELEASED_MAX: Duration = Duration::from_secs(5);
-const RELEASED_POLL: Duration = Duration::from_millis(20);
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
@@ -168,16 +167,13 @@ fn takes_over(args: &MountArgs) -> Result<bool> {
 /// Serves metrics at the address of the server before, which is about to release it. The mount goes on without
 /// metrics if another process has taken the address.
 async fn metrics_of_successor(context: &Context, address: SocketAddr) -> Option<MetricsServer> {
-    let until = Instant::now() + RELEASED_MAX;
-    loop {
-        match MetricsServer::start(address, context.stop.child_token()).await {
-            Ok(server) => return Some(server),
-            Err(error) if Instant::now() >= until => {
-                let error = output::one_line(&error.into());
-                tracing::error!(error, "the mount goes on without metrics");
-                return None;
-            }
-            Err(_) => tokio::time::sleep(RELEASED_POLL).await,
+    let attempt = || MetricsServer::start(address, context.stop.child_token());
+    match metrics_address::take(RELEASED_MAX, attempt).await {
+        Ok(server) => Some(server),
+        Err(error) => {
+            let error = output::one_line(&error.into());
+            tracing::error!(error, "the mount goes on without metrics");
+            None
         }
     }
 }

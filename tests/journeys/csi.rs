@@ -1,4 +1,4 @@
-//! The metrics of the CSI driver: those of all its mounts at one address.
+//! The metrics of the CSI driver: those of all its mounts at one address, which it takes over from its predecessor.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -10,7 +10,7 @@ use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::support::{Home, fuse_permitted, scrape, until};
+use crate::support::{Home, fuse_permitted, scrape, try_scrape, until};
 
 /// `csi.v1.NodePublishVolumeRequest`, as far as it is needed here.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -155,4 +155,24 @@ async fn metrics_of_all_mounts_stand_together_and_a_stopped_server_delays_none()
     until("no mount is left", || scrape(&address).contains("millrace_csi_volumes{state=\"serving\"} 0\n"));
     assert_eq!(std::fs::read_dir(home.path().join("csi/published")).unwrap().count(), 0);
     assert_eq!(driver.stop(), 0);
+}
+
+#[test]
+fn driver_serves_while_its_predecessor_has_the_metrics_address_and_takes_it_afterwards() {
+    let home = Home::new();
+    let endpoint = home.dir.path().join("csi.sock");
+    let endpoint_url = format!("unix://{}", endpoint.display());
+    let predecessor = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = predecessor.local_addr().unwrap().to_string();
+    let arguments =
+        |address| ["csi", "--endpoint", &endpoint_url, "--services", "controller", "--metrics", address];
+    let driver = home.start(arguments(address.as_str()));
+    until("the driver serves", || std::os::unix::net::UnixStream::connect(&endpoint).is_ok());
+    drop(predecessor);
+    until("the address answers", || try_scrape(&address).is_some());
+    assert_eq!(driver.stop(), 0);
+    // An address that no process of this machine can have is an error at once.
+    let (code, line) = home.fails(arguments("192.0.2.1:1"));
+    assert_eq!(code, 4, "{line}");
+    assert!(line.contains("192.0.2.1:1"), "{line}");
 }

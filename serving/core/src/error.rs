@@ -56,6 +56,8 @@ pub enum Error {
         flag: &'static str,
         /// The operating system's error.
         reason: String,
+        /// Whether another process has the port, which it may release.
+        is_taken: bool,
     },
     /// The directory of models cannot be opened.
     #[error("cannot open the model directory {}: {reason}", path.display())]

@@ -201,6 +201,7 @@ async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) ->
             std::io::ErrorKind::AddrInUse => "the port is taken by another process".into(),
             _ => error.to_string(),
         },
+        is_taken: error.kind() == std::io::ErrorKind::AddrInUse,
     })
 }
 

@@ -22,7 +22,7 @@ use crate::failure::{Exit, fail};
 use crate::settings::Settings;
 
 /// Keys of `[datafs]` whose values are folders and files of one machine.
-const LOCAL_KEYS: [&str; 4] = ["meta_file", "meta_passfile", "store_dir", "cache_dir"];
+const LOCAL_KEYS: [&str; 5] = ["meta_file", "meta_passfile", "store_dir", "cache_dir", "cache_shared_bound"];
 
 /// Prints the manifests of a job file.
 pub(super) fn run(context: &Context, args: &TrainArgs, file: &Path) -> Result<()> {
