@@ -6,6 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 
+use millrace_datafs::{Config, Datafs, Publish};
 use nix::sys::signal::Signal;
 
 use crate::support::{Home, Service, until};
@@ -227,6 +228,43 @@ fn a_worker_that_comes_after_the_end_of_its_job_ends_with_success() {
     std::fs::remove_file(&file).unwrap();
     let (code, line) = home.fails(late);
     assert_eq!(code, 3, "{line}");
+}
+
+/// Makes the lease of a job what its coordinator would have left, had its release failed. Lets the run be unpublished.
+fn unrelease(home: &Home, job: &str, is_published: bool) {
+    let datafs = Datafs::open(&home.path(), &Config::default()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let key = format!("trainer/{job}/lease");
+    let mut record: serde_json::Value =
+        serde_json::from_slice(&view.key_get(&key).unwrap().unwrap()).unwrap();
+    assert!(["finished", "held"].contains(&record["standing"].as_str().unwrap()), "{record}");
+    (record["standing"], record["lease_ms"]) = ("held".into(), 500.into());
+    let mut publish = Publish::new().put_key(key, record.to_string());
+    if !is_published {
+        let published = view.key_scan(&format!("trainer/{job}/published/")).unwrap();
+        assert!(!published.is_empty());
+        publish = published.into_iter().fold(publish, |publish, (key, _)| publish.delete_key(key));
+    }
+    view.publish(publish).unwrap();
+}
+
+#[test]
+fn a_late_worker_ends_with_success_if_the_coordinator_published_and_could_not_release_its_lease() {
+    let (home, token) = prepared();
+    let token = token.to_str().unwrap();
+    let file = short_job(&home, "unreleased");
+    home.ok(["train", &file]);
+    unrelease(&home, "unreleased", true);
+    let (mut worker, mut said) = waiting_worker(&home, token, &file);
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert!(worker.wait().unwrap().success(), "{rest}");
+    assert!(rest.contains("the job unreleased is complete"), "{rest}");
+    // Without a publication, a coordinator has to come.
+    unrelease(&home, "unreleased", false);
+    let nowhere = free_address();
+    let late = ["worker", "--join", &nowhere, "--token-file", token, "--wait", "2", "--job", &file];
+    assert_eq!(home.fails(late).0, 5);
 }
 
 #[test]

@@ -100,7 +100,8 @@ pub(crate) enum Release {
 }
 
 impl Record {
-    fn lease(&self) -> Duration {
+    /// How long the record has to stay the same until the lease is free.
+    pub(crate) fn lease(&self) -> Duration {
         Duration::from_millis(self.lease_ms.clamp(LEASE_MS_MIN, LEASE_MS_MAX))
     }
 

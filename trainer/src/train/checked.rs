@@ -245,6 +245,17 @@ impl Checked {
 
     /// Whether the run's newest checkpoint ends the job, so that a coordinator would train nothing. Writes nothing.
     pub(super) fn is_finished(&self) -> Result<bool> {
+        Ok(self.last_step()?.is_some())
+    }
+
+    /// Whether, besides, the model of that checkpoint has been published. Writes nothing.
+    pub(super) fn is_published(&self) -> Result<bool> {
+        let Some(step) = self.last_step()? else { return Ok(false) };
+        Ok(publish::recorded(&self.output, &publish::key_of(&self.job, &self.run, step))?.is_some())
+    }
+
+    /// The step of the run's newest checkpoint, if that ends the job.
+    fn last_step(&self) -> Result<Option<u64>> {
         let checkpoints = Checkpoints {
             view: self.output.clone(),
             job: self.job.name.to_string(),
@@ -254,7 +265,9 @@ impl Checked {
             keep: self.setup.config.checkpoints_keep,
         };
         let state = replica::newest_usable_state(&checkpoints, &self.job, &self.order, &self.engine)?;
-        Ok(state.is_some_and(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some()))
+        let last =
+            state.filter(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some());
+        Ok(last.map(|state| state.step))
     }
 
     /// Makes the run the job's current one, and finds where to go on.

@@ -2,12 +2,14 @@
 //!
 //! The job's lease (`lease.rs`) answers it, with the run that the job file means now:
 //!  - the last holder finished that run, and its newest checkpoint also ends the job as its file has it: complete;
+//!  - a holder of that run has let its lease expire after it published the model of that checkpoint, since its release
+//!    failed or it was killed: complete as well;
 //!  - a holder that this worker has waited for failed with that run: its error, as for a standby;
 //!  - everything else: a coordinator may come. That is also so when the run is another one, because the job file, its
 //!    data or its first model has changed, or when the budget of the job has grown.
 //!
-//! A look reads one key. Data and model are read only once the lease says that some run of the job has ended, and once
-//! for each such record.
+//! A look reads one key. Data and model are read only once the lease has expired or says that some run of the job has
+//! ended, and once for each such record.
 use std::time::{Duration, Instant};
 
 use millrace_datafs::View;
@@ -65,12 +67,14 @@ struct Look {
     /// Whether a coordinator had the lease while this worker waited.
     has_waited: bool,
     /// The record that was judged to leave the job open.
-    open: Option<(u64, Standing)>,
+    open: Option<Record>,
+    /// The record of a holder, and when this worker has first seen it. Each renewal makes another one.
+    held: Option<(Record, Instant)>,
 }
 
 impl Inquiry {
     pub(crate) fn new(awaited: Awaited) -> Inquiry {
-        let look = Look { awaited, output: None, has_waited: false, open: None };
+        let look = Look { awaited, output: None, has_waited: false, open: None, held: None };
         Inquiry { look: Some(Box::new(look)), running: None, next: Instant::now(), has_warned: false }
     }
 
@@ -144,22 +148,33 @@ impl Look {
         let ended = match record.standing {
             Standing::Held => {
                 self.has_waited = true;
-                false
+                self.has_expired(&record)
             }
             Standing::Released => false,
             // A coordinator that starts afterwards tries again, as a standby does that has not waited.
             Standing::Failed => self.has_waited,
             Standing::Finished => true,
         };
-        let judged = (record.fence, record.standing);
-        if !ended || self.open == Some(judged) {
+        if !ended || self.open.as_ref() == Some(&record) {
             return Ok(Answer::Open);
         }
         let answer = self.judge(&record)?;
         if matches!(answer, Answer::Open) {
-            self.open = Some(judged);
+            self.open = Some(record);
         }
         Ok(answer)
+    }
+
+    /// Whether a holder has not renewed its lease for the time of it, as this worker has seen. The holder may still live:
+    /// this alone ends nothing.
+    fn has_expired(&mut self, record: &Record) -> bool {
+        match &self.held {
+            Some((held, since)) if held == record => since.elapsed() >= record.lease(),
+            _ => {
+                self.held = Some((record.clone(), Instant::now()));
+                false
+            }
+        }
     }
 
     /// Whether the record's run is that of the job, and ends it.
@@ -174,6 +189,8 @@ impl Look {
             _ if checked.run != record.run => Answer::Open,
             Standing::Failed => Answer::Failed(record.failure(job.name.as_str())),
             Standing::Finished if checked.is_finished()? => Answer::Complete,
+            // No word of the holder says that it has published.
+            Standing::Held if checked.is_published()? => Answer::Complete,
             _ => Answer::Open,
         })
     }
