@@ -224,7 +224,7 @@ fn caches_side_by_side_share_a_bound_and_nothing_else_beside_them_is_evicted() {
         let folder = dir.path().join(name).join("aa");
         fs::create_dir_all(&folder).unwrap();
         others.push(folder.join("a".repeat(32)));
-        fs::write(others.last().unwrap(), vec![1; 12 * MIB]).unwrap();
+        fs::write(others.last().unwrap(), vec![1_u8; 12 * MIB]).unwrap();
     }
     std::os::unix::fs::symlink(dir.path().join("elsewhere"), dir.path().join("d".repeat(32))).unwrap();
     let bytes = pattern(4 * MIB);
