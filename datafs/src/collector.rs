@@ -1,9 +1,12 @@
 //! The signal between operations and the background thread that collects garbage.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::Flock;
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
@@ -16,6 +19,8 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 pub(crate) struct Collector {
     state: Mutex<State>,
     changed: Condvar,
+    /// The lock that shows the end of this process, if it has one.
+    end: OnceLock<Option<Flock<File>>>,
 }
 
 #[derive(Debug)]
@@ -36,6 +41,11 @@ impl Default for State {
 }
 
 impl Collector {
+    /// Takes the lock that shows the end of this process, before its first deletion (`deletion_lock.rs`).
+    pub(crate) fn show_end(&self, take: impl FnOnce() -> Option<Flock<File>>) {
+        self.end.get_or_init(take);
+    }
+
     /// Requests a collection soon, if this process is the elected one.
     pub(crate) fn wake(&self) {
         self.state.lock().wanted = true;

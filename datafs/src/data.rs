@@ -62,6 +62,7 @@ mod upload;
 mod verified;
 mod writer;
 
+pub(crate) use cache::boot_of_machine;
 pub(crate) use codec::Codec;
 pub(crate) use error::ObjectError;
 pub(crate) use listing::{ListPage, Listed, Part};

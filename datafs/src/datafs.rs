@@ -11,6 +11,7 @@ use crate::compact::{self, Compact, CompactReport};
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::keyring::Keyring;
 use crate::data::{ObjectPool, store_problems};
+use crate::deletion_lock;
 use crate::error::{Error, Result};
 use crate::fs::shared::{InUse, Shared};
 use crate::gc::GcReport;
@@ -58,6 +59,9 @@ pub(crate) fn open_shared(home: &Path, config: &Config) -> Result<Arc<Shared>> {
         Some(url) => open_server(home, config, url)?,
         None => open_file(home, config, &sessions_dir)?,
     };
+    if config.meta_url.is_some() {
+        deletion_lock::forget_ended(&meta, home);
+    }
     if config.store_url.is_none() {
         create_dir(&config.store_path(home))?;
     }

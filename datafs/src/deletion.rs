@@ -15,7 +15,8 @@
 //! A restore first takes its hold, so that no transaction decides later. Then it reads the records. It needs no object
 //! of a record whose process may still run, or it fails ([`Pending`](crate::deletion_record::Pending)). Where file locks show that a process has ended,
 //! the record goes with the session. A lapsed lease does not prove it. Such a record stays until the process resumes
-//! and removes it. A restore that takes the store over ignores it.
+//! and removes it, or until a lock file in its home proves its end (`deletion_lock.rs`). A restore that takes the store
+//! over ignores it.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +24,7 @@ use std::time::Duration;
 
 use crate::collector::Collector;
 use crate::data::ObjectPool;
+use crate::deletion_lock;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::{Durability, Order, ReadTxn};
@@ -148,6 +150,7 @@ impl GarbageList<'_> {
     fn decide(self, objects: &[ObjectId], why: Unneeded, slice: &Slice<'_>) -> Result<Option<Decided>> {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let record = keys::deletion(self.session, number);
+        self.collector.show_end(|| deletion_lock::take(self.meta, self.home, self.session));
         let wanted: Vec<_> = objects
             .iter()
             .flat_map(|id| [keys::references(*id), keys::garbage(*id), keys::session(id.session())])

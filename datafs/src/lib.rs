@@ -55,6 +55,7 @@ mod config;
 mod data;
 mod datafs;
 mod deletion;
+mod deletion_lock;
 mod deletion_record;
 mod election;
 mod error;

@@ -96,11 +96,8 @@ impl Cache {
         let state =
             Arc::new(State { refused: Mutex::new(None), waiting: AtomicUsize::new(0), boot: boot_id() });
         let (queue, writes) = sync_channel(QUEUE_MAX);
-        let writer = Writer {
-            root: root.to_owned(),
-            state: Arc::clone(&state),
-            evictor: Evictor::new(root, bounds),
-        };
+        let writer =
+            Writer { root: root.to_owned(), state: Arc::clone(&state), evictor: Evictor::new(root, bounds) };
         std::thread::Builder::new().name("datafs-cache".into()).spawn(move || {
             let mut writer = writer;
             // Ends when the cache is dropped.
@@ -436,10 +433,13 @@ fn note_use(file: &File) {
 
 /// The id of this boot of the machine. If the kernel does not tell it, an id of this process.
 fn boot_id() -> [u8; 16] {
+    boot_of_machine().unwrap_or_else(|| (u128::from(std::process::id()) << 64 | 1).to_be_bytes())
+}
+
+/// The id of this boot of the machine, if the kernel tells it.
+pub(crate) fn boot_of_machine() -> Option<[u8; 16]> {
     let read = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let digits: String = read.unwrap_or_default().chars().filter(char::is_ascii_hexdigit).collect();
-    match u128::from_str_radix(&digits, 16) {
-        Ok(id) if digits.len() == 32 => id.to_be_bytes(),
-        _ => (u128::from(std::process::id()) << 64 | 1).to_be_bytes(),
-    }
+    let id = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
+    Some(id.to_be_bytes())
 }

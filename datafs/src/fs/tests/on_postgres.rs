@@ -224,6 +224,12 @@ fn deletions_stop_on_postgres() {
 }
 
 #[test]
+fn records_of_killed_processes_go_on_postgres() {
+    use crate::deletion_lock::tests;
+    on_postgres(|_| tests::records_of_a_killed_process_go_when_its_home_is_opened_again());
+}
+
+#[test]
 fn no_lease_lapses_while_the_server_is_away() {
     let Some(server) = Server::start(&["fsync=off"]) else { return };
     let server = Arc::new(server);
