@@ -55,8 +55,9 @@ impl Pending {
             if needs(*object)? {
                 return Err(Error::Invalid(format!(
                     "cannot restore: the backup needs object {object}, and a process that has not answered since (session \
-                     {session:016x}) may still delete it; end that process cleanly or let it resume, then restore again; \
-                     if its machine is gone for good, restore with --take-store"
+                     {session:016x}) may still delete it; end that process cleanly, let it resume or, if it was killed, \
+                     open its home on its machine once more, then restore again; if that is gone or has started anew, \
+                     restore with --take-store"
                 )));
             }
         }

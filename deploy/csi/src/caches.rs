@@ -57,7 +57,8 @@ impl Caches {
             folder.push("-tenants");
             return Caches { folder: folder.into(), earlier: None, lock };
         }
-        let is_below = config.cache_dir.components().all(|part| matches!(part, Component::Normal(_)));
+        let parts = || config.cache_dir.components();
+        let is_below = parts().count() > 0 && parts().all(|part| matches!(part, Component::Normal(_)));
         let earlier = is_below.then(|| (tenants.clone(), config.cache_dir.clone()));
         Caches { folder: beside("-caches"), earlier, lock }
     }

@@ -140,8 +140,10 @@ fn caches_in_the_homes_of_tenants_of_earlier_programs_are_removed_too() {
     assert!(kept.exists() && !left.exists() && victim.exists());
     assert!(home('2').join("datafs").exists(), "the home itself stays");
     // A cache outside of the homes is not searched for there.
-    let config = Config { cache_dir: "../cache".into(), ..Config::default() };
-    assert!(Caches::new(&config, &node.dir.path().join("homes")).earlier.is_none());
+    for cache_dir in ["../cache", ".", ""] {
+        let config = Config { cache_dir: cache_dir.into(), ..Config::default() };
+        assert!(Caches::new(&config, &node.dir.path().join("homes")).earlier.is_none(), "{cache_dir}");
+    }
 }
 
 #[test]
