@@ -58,7 +58,7 @@ impl Caches {
             return Caches { folder: folder.into(), earlier: None, lock };
         }
         let parts = || config.cache_dir.components();
-        let is_below = parts().count() > 0 && parts().all(|part| matches!(part, Component::Normal(_)));
+        let is_below = parts().next().is_some() && parts().all(|part| matches!(part, Component::Normal(_)));
         let earlier = is_below.then(|| (tenants.clone(), config.cache_dir.clone()));
         Caches { folder: beside("-caches"), earlier, lock }
     }
