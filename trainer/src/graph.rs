@@ -22,6 +22,7 @@ mod determined;
 mod einsum;
 mod error;
 mod folded;
+mod foreseen;
 mod gather;
 mod initializers;
 mod ints;

@@ -201,13 +201,17 @@ pub(super) fn scatter_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId,
     }
     let (count, changes) = (shape::check(placed, &site)?, known.len() / depth);
     b.budget.charge(2 * count.saturating_add(changes), &site)?;
+    if adds {
+        let mut places = Vec::with_capacity(changes);
+        for place in known.chunks(*depth) {
+            places.push(flat_place(place, placed, &site)? as f32);
+        }
+        return add_parts(b, &site, [data, updates], [count, changes], rest, places);
+    }
     // Without a change, the place behind all changes.
     let mut sources = vec![changes; count];
     for (at, place) in known.chunks(*depth).enumerate() {
-        let place = place.iter().zip(placed).try_fold(0, |flat, (position, dim)| {
-            let size = dim.at(1);
-            Ok(flat * size + shape::axis(*position, size, &site)?)
-        })?;
+        let place = flat_place(place, placed, &site)?;
         if std::mem::replace(&mut sources[place], at) != changes {
             return Err(site.form("it changes an element twice, which is not supported"));
         }
@@ -215,19 +219,40 @@ pub(super) fn scatter_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId,
     let flat = |size: usize| [&[Dim::Fixed(size)][..], rest].concat();
     let data = b.reshape(data, flat(count), &site)?;
     let updates = b.reshape(updates, flat(changes), &site)?;
-    let found = if adds {
-        let zero = b.scalar(0.0, &site)?;
-        let zeros = b.expand(zero, flat(1), &site)?;
-        let all = b.push(Op::Concat(0), &[updates, zeros], flat(changes + 1), &site)?;
-        let added = select(b, &site, all, 0, sources)?;
-        join_at(b, &site, Binary::Add, data, added)?
-    } else {
-        let all = b.push(Op::Concat(0), &[updates, data], flat(changes + count), &site)?;
-        let sources = sources.into_iter().enumerate();
-        let kept = sources.map(|(place, source)| if source == changes { changes + place } else { source });
-        select(b, &site, all, 0, kept.collect())?
-    };
+    let all = b.push(Op::Concat(0), &[updates, data], flat(changes + count), &site)?;
+    let sources = sources.into_iter().enumerate();
+    let kept = sources.map(|(place, source)| if source == changes { changes + place } else { source });
+    let found = select(b, &site, all, 0, kept.collect())?;
     b.reshape(found, dims, &site)
+}
+
+/// The place of a position of several axes among all positions of them.
+fn flat_place(position: &[i64], axes: &[Dim], site: &NodeRef) -> Result<usize, GraphError> {
+    position.iter().zip(axes).try_fold(0, |flat, (position, dim)| {
+        let size = dim.at(1);
+        Ok(flat * size + shape::axis(*position, size, site)?)
+    })
+}
+
+/// Adds updates to parts of the data at `places` among the first `count` ones; places may repeat, as in `index_add`.
+fn add_parts(
+    b: &mut Builder,
+    site: &NodeRef,
+    [data, updates]: [ValueId; 2],
+    [count, changes]: [usize; 2],
+    rest: &[Dim],
+    places: Vec<f32>,
+) -> Result<ValueId, GraphError> {
+    let dims = b.dims(data).to_vec();
+    let flat = |size: usize| [&[Dim::Fixed(size)][..], rest].concat();
+    let data = b.reshape(data, flat(count), site)?;
+    let updates = b.reshape(updates, flat(changes), site)?;
+    let mut own = vec![1; rest.len() + 1];
+    own[0] = changes;
+    let places = b.constant(&own, places, site)?;
+    let places = b.expand(places, flat(changes), site)?;
+    let found = b.push(Op::Put(0), &[data, places, updates], flat(count), site)?;
+    b.reshape(found, dims, site)
 }
 
 /// One value at a position along a new axis, another one elsewhere.

@@ -11,7 +11,8 @@ use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::ints::{Ints, Size, depends_on_rows};
 use super::types::{self, Kind};
 use super::{
-    Compare, Dim, GraphError, Op, Source, Unary, ValueId, arithmetic, linear, movement, shape, tensor,
+    Compare, Dim, GraphError, Op, Source, Unary, ValueId, arithmetic, foreseen, linear, movement, shape,
+    tensor,
 };
 
 type Folded = Result<NamedValue, GraphError>;
@@ -42,6 +43,8 @@ pub(super) fn fold(b: &Builder, mut call: Call<'_>, op: &str) -> Option<Folded> 
         }),
         "Min" => extreme(b, &call, Ordering::Less),
         "Max" => extreme(b, &call, Ordering::Greater),
+        "Sign" => map(b, &call, |x| Some(Size::plain(x.known()?.signum()))),
+        "Clip" => clip(b, &call),
         "Where" => select(b, &call),
         "Shape" => shape_of_ints(b, call),
         "Size" => call.needed_numbers(b, 0).and_then(|ints| {
@@ -98,6 +101,33 @@ fn extreme(b: &Builder, call: &Call<'_>, wanted: Ordering) -> Result<Ints, Graph
         found = found.zip(call.needed_numbers(b, index)?, &call.site, |x, y| {
             Some(if x.compare(y)? == wanted { x } else { y })
         })?;
+    }
+    Ok(found)
+}
+
+/// Integers within bounds, each of which may be missing. The upper bound counts where they cross.
+fn clip(b: &Builder, call: &Call<'_>) -> Result<Ints, GraphError> {
+    call.finish(3)?;
+    let mut found = call.needed_numbers(b, 0)?.clone();
+    for (index, kept) in [(1, Ordering::Greater), (2, Ordering::Less)] {
+        if !call.has(index) {
+            continue;
+        }
+        let bound = call.needed_numbers(b, index)?;
+        if bound.elements.len() != 1 {
+            return Err(call
+                .site
+                .form(format!("bound {index} holds {} integers, one is needed", bound.elements.len())));
+        }
+        let dims = found.dims.clone();
+        found = found.zip(bound, &call.site, |x, bound| {
+            Some(match x.compare(bound)? {
+                Ordering::Equal => x,
+                order if order == kept => x,
+                _ => bound,
+            })
+        })?;
+        found.dims = dims;
     }
     Ok(found)
 }
@@ -253,19 +283,29 @@ pub(super) fn cast(b: &mut Builder, mut call: Call<'_>, to: DataType) -> Folded 
     if types::kind(to) == Kind::Float || from == to {
         return Ok(NamedValue::Float(input));
     }
-    if let Source::Constant(elements) = &b.values[input].source {
+    let is_constant = matches!(b.values[input].source, Source::Constant(_));
+    let elements = match &b.values[input].source {
+        Source::Constant(elements) => Some(elements.clone()),
+        Source::Node if types::kind(to) == Kind::Integer => foreseen::elements(b, &call.site, input)?,
+        _ => None,
+    };
+    if let Some(elements) = elements {
         let (low, high) = types::range(to).unwrap_or((0, 1));
         let whole = |value: &f32| match to {
             DataType::Bool => Some(i64::from(*value != 0.0)),
+            // The logarithm of no distance: processors of all kinds make it the smallest number.
+            DataType::Int64 | DataType::Int32 if *value == f32::NEG_INFINITY => i64::try_from(low).ok(),
             // The cast saturates, hence it keeps numbers out of the range.
+            _ if value.is_nan() => None,
             _ => i64::try_from(*value as i128).ok().filter(|x| (low..=high).contains(&i128::from(*x))),
         };
         let values: Option<Vec<i64>> = elements.iter().map(whole).collect();
         let dims = b.dims(input).iter().map(|dim| dim.at(1)).collect();
-        return match values {
-            Some(values) => Ok(NamedValue::Ints(Ints::of(dims, &values))),
-            None => refuse(" for values that the type does not hold"),
-        };
+        match values {
+            Some(values) => return Ok(NamedValue::Ints(Ints::of(dims, &values))),
+            None if is_constant => return refuse(" for values that the type does not hold"),
+            None => {}
+        }
     }
     let found: ValueId = match (types::kind(from), to) {
         (Kind::Bool, _) => input,
