@@ -2,6 +2,7 @@
 
 use super::arithmetic::join_at;
 use super::builder::{Builder, Call, NodeRef};
+use super::movement::select;
 use super::reduction::{Reduction, fold};
 use super::{Binary, Dim, GraphError, Op, ValueId, shape};
 
@@ -57,9 +58,8 @@ fn terms(call: &mut Call<'_>, ranks: &[usize]) -> Result<(Vec<Vec<char>>, Vec<ch
     if dots > 0 && !output.iter().any(is_dots) {
         return Err(bad("the result lacks the ellipsis of the operands"));
     }
-    let repeats = |term: &[char]| (1..term.len()).any(|at| term[..at].contains(&term[at]));
-    if inputs.iter().chain([&output]).any(|term| repeats(term)) {
-        return Err(bad("a letter that one operand has twice is not supported"));
+    if (1..output.len()).any(|at| output[..at].contains(&output[at])) {
+        return Err(bad("a letter that the result has twice is not defined"));
     }
     if output.iter().any(|letter| !inputs.iter().any(|term| term.contains(letter))) {
         return Err(bad("a letter of the result is in no operand"));
@@ -86,7 +86,7 @@ pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
                 term.iter().collect::<String>()
             )));
         }
-        operands.push((value, term));
+        operands.push(diagonals(b, &site, value, term)?);
     }
     broadcast(b, &site, &mut operands)?;
     // Letters that only one operand has and the result lacks are summed first.
@@ -118,6 +118,41 @@ pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     }
     let (value, term) = joined;
     order(b, &site, value, &term, &output)
+}
+
+/// The elements of an operand whose positions are equal along the axes of one letter, which then has one axis.
+fn diagonals(
+    b: &mut Builder,
+    site: &NodeRef,
+    mut value: ValueId,
+    mut term: Vec<char>,
+) -> Result<Operand, GraphError> {
+    let twice = |term: &[char]| {
+        (1..term.len())
+            .find_map(|at| term[..at].iter().position(|other| *other == term[at]).map(|first| (first, at)))
+    };
+    while let Some((first, second)) = twice(&term) {
+        let dims = b.dims(value).to_vec();
+        let (Dim::Fixed(size), true) = (dims[first], dims[first] == dims[second]) else {
+            return Err(site.shape(format!(
+                "letter {:?} stands for axes of {} and {}, equal ones are needed",
+                term[first], dims[first], dims[second]
+            )));
+        };
+        // Both axes go last and become one, of which every (size + 1)th element is on the diagonal.
+        let rest: Vec<usize> = (0..dims.len()).filter(|axis| ![first, second].contains(axis)).collect();
+        let turned = b.permute(value, [&rest[..], &[first, second]].concat(), site)?;
+        let mut flat: Vec<Dim> = rest.iter().map(|axis| dims[*axis]).collect();
+        let area = size.checked_mul(size).ok_or_else(|| site.shape(format!("a diagonal of {size}")))?;
+        flat.push(Dim::Fixed(area));
+        let flat = b.reshape(turned, flat, site)?;
+        let places = (0..size).map(|at| at * (size + 1)).collect();
+        value = select(b, site, flat, rest.len(), places)?;
+        let letter = term[first];
+        term = rest.iter().map(|axis| term[*axis]).collect();
+        term.push(letter);
+    }
+    Ok((value, term))
 }
 
 /// Removes axes of 1 of an ellipsis where another operand has a larger one: they are repeated.

@@ -131,10 +131,18 @@ impl<'a> Search<'a> {
                 }
             }
             Op::Binary(kind) => {
+                if *kind == Binary::Sub
+                    && let Some(found) = self.remainder(inputs[0], inputs[1])
+                {
+                    return Some(found);
+                }
                 let (first, second) = (self.range(inputs[0])?, self.range(inputs[1])?);
                 binary(*kind, first, second)
             }
-            Op::Unary(kind) => unary(*kind, self.range(inputs[0])?),
+            Op::Unary(kind) => match self.quotient(*kind, inputs[0]) {
+                Some(found) => Some(found),
+                None => unary(*kind, self.range(inputs[0])?),
+            },
             Op::Concat(_) => {
                 let mut all = self.range(*inputs.first()?)?;
                 for input in &inputs[1..] {
@@ -172,6 +180,58 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// The range of a quotient that `kind` makes whole. A quotient of whole numbers below [`EXACT`] is no whole number
+    /// unless it is exact, hence its rounding to float32 passes none, and its ends are those of the corners.
+    fn quotient(&mut self, kind: Unary, value: ValueId) -> Option<Range> {
+        let round: fn(f32) -> f32 = match kind {
+            Unary::Trunc => f32::trunc,
+            Unary::Floor => f32::floor,
+            Unary::Ceil => f32::ceil,
+            Unary::Round => f32::round_ties_even,
+            _ => return None,
+        };
+        let node = self.b.node_of(value).filter(|node| node.op == Op::Binary(Binary::Div))?;
+        let ((a, c), (d, e)) = (self.range(node.inputs[0])?, self.range(node.inputs[1])?);
+        if d <= 0.0 && e >= 0.0 || a.abs().max(c.abs()) >= EXACT {
+            return None;
+        }
+        let corner = |x: f64, y: f64| f64::from(round(x as f32 / y as f32));
+        let corners = [(a, d), (a, e), (c, d), (c, e)].map(|(x, y)| corner(x, y));
+        corners.into_iter().map(|corner| (corner, corner)).reduce(union)
+    }
+
+    /// The range of `dividend` − whole quotient · divisor, if `reached` is that product with a constant divisor.
+    fn remainder(&mut self, dividend: ValueId, reached: ValueId) -> Option<Range> {
+        let b = self.b;
+        let product = b.node_of(reached)?;
+        let (whole, divisor) = match (&product.op, &product.inputs[..]) {
+            (Op::Unary(Unary::Scale(divisor)), [whole]) => (*whole, *divisor),
+            (Op::Binary(Binary::Mul), [whole, divisor]) => (*whole, number(b, *divisor)?),
+            _ => return None,
+        };
+        let rounded = b.node_of(whole)?;
+        let is_floor = match rounded.op {
+            Op::Unary(Unary::Floor) => true,
+            Op::Unary(Unary::Trunc) => false,
+            _ => return None,
+        };
+        let quotient = b.node_of(rounded.inputs[0]).filter(|node| node.op == Op::Binary(Binary::Div))?;
+        let is_same = quotient.inputs[0] == dividend && number(b, quotient.inputs[1]) == Some(divisor);
+        if !is_same || divisor < 1.0 || divisor.fract() != 0.0 {
+            return None;
+        }
+        let (low, high) = self.range(dividend)?;
+        if low.abs().max(high.abs()) >= EXACT {
+            return None;
+        }
+        let last = f64::from(divisor) - 1.0;
+        Some(match (low < 0.0, is_floor) {
+            (false, _) => (0.0, high.min(last)),
+            (true, true) => (0.0, last),
+            (true, false) => (low.max(-last), high.clamp(0.0, last)),
+        })
+    }
+
     /// The range of a comparison, which is one number where those of its sides tell them apart.
     fn comparison(&self, value: ValueId) -> Range {
         let b = self.b;
@@ -193,6 +253,17 @@ impl<'a> Search<'a> {
             (_, true) => (0.0, 0.0),
             _ => (0.0, 1.0),
         }
+    }
+}
+
+/// The element of a constant that has one.
+fn number(b: &Builder, value: ValueId) -> Option<f32> {
+    match &b.values[value].source {
+        Source::Constant(elements) => match elements[..] {
+            [element] => Some(element),
+            _ => None,
+        },
+        _ => None,
     }
 }
 
