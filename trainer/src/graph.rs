@@ -36,6 +36,7 @@ mod read;
 mod recurrent;
 mod reduction;
 mod resize;
+mod rows;
 mod sampling;
 mod shape;
 mod sizes;

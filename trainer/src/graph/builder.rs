@@ -9,6 +9,7 @@ use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_pr
 use super::budget::Budget;
 use super::initializers::entry;
 use super::ints::{Ints, step, strides};
+use super::rows::{self, RowNumber};
 use super::{Dim, Dropout, GraphError, Node, Normalization, Op, ParamSpec, Source, Value, ValueId, shape};
 
 /// Most values a graph may have.
@@ -80,6 +81,8 @@ pub(super) struct Builder {
     /// Values `[steps, rows, …]` that the graph sees as `[steps · rows, …]`: products with weights and sums keep the
     /// rows apart, a reshape separates them again.
     pub(super) merged: HashSet<ValueId>,
+    /// What values lack that were computed from numbers of rows.
+    pub(super) row_numbers: HashMap<ValueId, RowNumber>,
     /// How often nodes read each tensor; an output of the graph counts as well.
     pub(super) reads: HashMap<String, usize>,
     /// Names of float32 initializers.
@@ -311,11 +314,22 @@ impl<'a> Call<'a> {
         builder.names.get(name)
     }
 
+    /// The value at an input position that is not known ahead.
+    pub(super) fn value_id(&self, builder: &Builder, index: usize) -> Option<ValueId> {
+        match self.named(builder, index) {
+            Some(NamedValue::Float(value)) => Some(*value),
+            _ => None,
+        }
+    }
+
     /// The float value at an input position.
     pub(super) fn float(&self, builder: &Builder, index: usize) -> Result<ValueId, GraphError> {
         match self.named(builder, index) {
             Some(NamedValue::Float(value)) if builder.merged.contains(value) => {
                 Err(self.site.mixes_rows("a reshape merged the batch with another axis"))
+            }
+            Some(NamedValue::Float(value)) if builder.row_numbers.contains_key(value) => {
+                Err(rows::refusal(&self.site))
             }
             Some(NamedValue::Float(value)) => Ok(*value),
             Some(NamedValue::Ints(_)) => {

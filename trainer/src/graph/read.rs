@@ -16,7 +16,7 @@ use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, affine, arithmetic,
     attention, einsum, gather, linear, merged, movement, normalization, positions, recurrent, reduction,
-    resize, sampling, shape, sizes, spatial, tensor, training, transposed, types,
+    resize, rows, sampling, shape, sizes, spatial, tensor, training, transposed, types,
     wiring::{Declared, inputs, order, output, producers},
 };
 
@@ -412,6 +412,9 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>
         return Err(call.site.unsupported());
     }
     let element = types::infer(b, &mut Call::new(node))?;
+    if let Some(found) = rows::lower(b, node, element)? {
+        return Ok((element, vec![found]));
+    }
     let floats = |values: Vec<ValueId>| (element, values.into_iter().map(NamedValue::Float).collect());
     match node.op_type() {
         "LSTM" | "GRU" | "RNN" => return recurrent::recurrent(b, call).map(floats),
