@@ -16,6 +16,7 @@ mod affine;
 mod ahead;
 mod arithmetic;
 mod attention;
+mod branches;
 mod budget;
 mod builder;
 mod determined;
@@ -47,6 +48,7 @@ mod tests;
 mod training;
 mod transposed;
 mod types;
+mod unpool;
 mod wiring;
 
 use std::collections::HashSet;

@@ -7,6 +7,7 @@ use super::builder::{Builder, Call};
 use super::movement::select;
 use super::ranges;
 use super::read::INDEX_BELOW;
+use super::rows;
 use super::types::{self, Kind};
 use super::{Dim, GraphError, Op, QUOTED_CALL, ValueId, shape};
 
@@ -116,8 +117,21 @@ fn rows_of_table(b: &mut Builder, call: &Call<'_>, data: ValueId) -> Result<Valu
 /// Elements, or parts, at constant positions along the first axes.
 pub(super) fn gather_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let data = call.value(b, 0)?;
-    call.only("batch_dims", 0)?;
+    let batch = call.int("batch_dims", 0)?;
     call.finish(2)?;
+    match batch {
+        0 => {}
+        1 if matches!(b.dims(data).first(), Some(Dim::Rows(1))) => {
+            let places = call.value(b, 1)?;
+            return rows::own_parts(b, &call.site, data, places);
+        }
+        _ => {
+            return Err(call.site.form(format!(
+                "batch_dims = {batch} of {}: 0 is supported, and 1 where the first axis is the batch",
+                shape::display(b.dims(data))
+            )));
+        }
+    }
     if !call.is_ints(b, 1) {
         return rows_of_table(b, &call, data);
     }

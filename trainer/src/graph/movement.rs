@@ -1,8 +1,11 @@
 //! Operators that cut, repeat, pad and rearrange elements.
 
+use millrace_bundle::onnx::tensor_proto::DataType;
+
 use super::arithmetic::choose;
-use super::builder::{Builder, Call, NodeRef};
+use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::ints::{Ints, Size};
+use super::types::{self, Kind};
 use super::{Dim, GraphError, Op, ValueId, shape};
 
 /// Most positions that one operator picks from an axis.
@@ -431,6 +434,33 @@ pub(super) fn cumulative_sum(b: &mut Builder, mut call: Call<'_>) -> Result<Valu
     };
     let triangle = (0..pairs).map(|at| if counts(at) { 1.0 } else { 0.0 }).collect();
     along_axis(b, &call.site, input, axis, [size, size], triangle)
+}
+
+/// A matrix of the input's shape with ones on a diagonal.
+pub(super) fn eye_like(
+    b: &mut Builder,
+    mut call: Call<'_>,
+    element: DataType,
+) -> Result<NamedValue, GraphError> {
+    let shift = call.int("k", 0)?;
+    call.int("dtype", 0)?;
+    call.finish(1)?;
+    let dims: Vec<Dim> = match call.value_id(b, 0) {
+        Some(value) => b.dims(value).to_vec(),
+        None => call.needed_numbers(b, 0)?.dims.iter().copied().map(Dim::Fixed).collect(),
+    };
+    let [Dim::Fixed(rows), Dim::Fixed(columns)] = dims[..] else {
+        return Err(call.site.shape(format!("{} is no matrix of a constant size", shape::display(&dims))));
+    };
+    let count = Ints::count(&[rows, columns], &call.site)?;
+    let is_one = |at: usize| (at % columns) as i64 == ((at / columns) as i64).saturating_add(shift);
+    let ones = (0..count).map(|at| i64::from(is_one(at)));
+    if types::kind(element) == Kind::Float {
+        let ones = ones.map(|one| one as f32).collect();
+        return b.constant(&[rows, columns], ones, &call.site).map(NamedValue::Float);
+    }
+    let ones: Vec<i64> = ones.collect();
+    Ok(NamedValue::Ints(Ints::of(vec![rows, columns], &ones)))
 }
 
 /// Appends the product of an axis of `from` elements with a constant matrix `[from, to]`.

@@ -15,9 +15,9 @@ use super::spatial::Pool;
 use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, affine, arithmetic,
-    attention, einsum, gather, linear, merged, movement, normalization, positions, recurrent, reduction,
-    resize, rows, sampling, shape, sizes, spatial, tensor, training, transposed, types,
-    wiring::{Declared, inputs, order, output, producers},
+    attention, branches, einsum, gather, linear, merged, movement, normalization, positions, recurrent,
+    reduction, resize, rows, sampling, shape, sizes, spatial, tensor, training, transposed, types, unpool,
+    wiring::{Declared, inputs, order, output, producers, reads},
 };
 
 /// Bound of an input's integers, also where no table bounds them: float32 holds all numbers below it exactly.
@@ -64,6 +64,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Erf",
     "Exp",
     "Expand",
+    "EyeLike",
     "Flatten",
     "Floor",
     "GRU",
@@ -81,9 +82,11 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "HardSigmoid",
     "HardSwish",
     "Identity",
+    "If",
     "InstanceNormalization",
     "IsInf",
     "IsNaN",
+    "LRN",
     "LSTM",
     "LayerNormalization",
     "LeakyRelu",
@@ -91,10 +94,12 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "LessOrEqual",
     "Log",
     "LogSoftmax",
+    "Loop",
     "LpNormalization",
     "MatMul",
     "Max",
     "MaxPool",
+    "MaxUnpool",
     "Mean",
     "Min",
     "Mish",
@@ -185,6 +190,8 @@ pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, G
 }
 
 fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Result<Graph, GraphError> {
+    let flat = branches::flattened(model, wanted)?;
+    let model = flat.as_ref().unwrap_or(model);
     let opset = opset(model)?;
     let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
@@ -211,22 +218,7 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
         budget: Budget::of(proto),
         ..Builder::default()
     };
-    let mut inputs = Vec::with_capacity(declared.len());
-    for input in &declared {
-        inputs.push(add_input(&mut b, &inputs, input)?);
-    }
-    let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
-    for tensor in &proto.initializer {
-        if read_names.contains(tensor.name()) {
-            let named = initializer(&mut b, &roles, tensor, for_training)?;
-            if tensor::is_float(tensor) {
-                b.float_initializers.insert(tensor.name().to_owned());
-            }
-            b.names.insert(tensor.name().to_owned(), named);
-            let element = DataType::try_from(tensor.data_type()).unwrap_or(DataType::Undefined);
-            b.elements.insert(tensor.name().to_owned(), element);
-        }
-    }
+    let inputs = begin(&mut b, proto, &roles, &declared, &order, for_training)?;
     if for_training {
         check_folded(&roles, proto, &b.params)?;
     }
@@ -236,16 +228,7 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
     }
     for node in &order {
         let (element, found) = lower(&mut b, node)?;
-        for (at, (name, named)) in node.output.iter().zip(found).enumerate() {
-            let element = types::of_output(node.op_type(), at, element);
-            if let NamedValue::Ints(ints) = &named {
-                let site = NodeRef::of(node);
-                ints.fit(element, &site)?;
-                b.budget.charge_integers(ints.elements.len(), &site)?;
-            }
-            b.elements.insert(name.clone(), element);
-            b.names.insert(name.clone(), named);
-        }
+        name_outputs(&mut b, node, element, found)?;
         // Known integers go once all nodes that read them were lowered.
         for name in node.input.iter().map(String::as_str) {
             let left = reads.entry(name).or_default();
@@ -267,6 +250,54 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
         }
     };
     finish(b, inputs, output_id, output)
+}
+
+/// Adds the inputs of a graph, and those of its initializers that the nodes `order` read.
+pub(super) fn begin(
+    b: &mut Builder,
+    proto: &GraphProto,
+    roles: &Roles<'_>,
+    declared: &[Declared<'_>],
+    order: &[&NodeProto],
+    for_training: bool,
+) -> Result<Vec<Input>, GraphError> {
+    let mut inputs = Vec::with_capacity(declared.len());
+    for input in declared {
+        inputs.push(add_input(b, &inputs, input)?);
+    }
+    let read_names: HashSet<&str> = order.iter().flat_map(|node| reads(node)).collect();
+    for tensor in &proto.initializer {
+        if read_names.contains(tensor.name()) {
+            let named = initializer(b, roles, tensor, for_training)?;
+            if tensor::is_float(tensor) {
+                b.float_initializers.insert(tensor.name().to_owned());
+            }
+            b.names.insert(tensor.name().to_owned(), named);
+            let element = DataType::try_from(tensor.data_type()).unwrap_or(DataType::Undefined);
+            b.elements.insert(tensor.name().to_owned(), element);
+        }
+    }
+    Ok(inputs)
+}
+
+/// Gives the outputs of a node that was lowered their names.
+pub(super) fn name_outputs(
+    b: &mut Builder,
+    node: &NodeProto,
+    element: DataType,
+    found: Vec<NamedValue>,
+) -> Result<(), GraphError> {
+    for (at, (name, named)) in node.output.iter().zip(found).enumerate() {
+        let element = types::of_output(node.op_type(), at, element);
+        if let NamedValue::Ints(ints) = &named {
+            let site = NodeRef::of(node);
+            ints.fit(element, &site)?;
+            b.budget.charge_integers(ints.elements.len(), &site)?;
+        }
+        b.elements.insert(name.clone(), element);
+        b.names.insert(name.clone(), named);
+    }
+    Ok(())
 }
 
 /// Adds an input behind the ones `before` it.
@@ -350,7 +381,7 @@ fn ends_in_softmax(b: &Builder, output: ValueId) -> bool {
     }
 }
 
-fn opset(model: &ModelProto) -> Result<i64, GraphError> {
+pub(super) fn opset(model: &ModelProto) -> Result<i64, GraphError> {
     let version = model
         .opset_import
         .iter()
@@ -364,7 +395,7 @@ fn opset(model: &ModelProto) -> Result<i64, GraphError> {
     }
 }
 
-fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
+pub(super) fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
     let mut names = HashSet::new();
     for tensor in &proto.initializer {
         if tensor.name().is_empty() || !names.insert(tensor.name()) {
@@ -406,7 +437,7 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError>
 }
 
 /// Lowers a node to the element type and the values of its outputs.
-fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>), GraphError> {
+pub(super) fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>), GraphError> {
     let call = Call::new(node);
     if !matches!(node.domain(), "" | "ai.onnx") || !SUPPORTED_OPERATORS.contains(&node.op_type()) {
         return Err(call.site.unsupported());
@@ -420,6 +451,7 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>
         "LSTM" | "GRU" | "RNN" => return recurrent::recurrent(b, call).map(floats),
         "Split" => return movement::split(b, call).map(floats),
         "TopK" => return positions::top(b, call).map(floats),
+        "MaxPool" => return spatial::max_pool(b, call).map(floats),
         _ => {}
     }
     if call.input_count() > 0
@@ -435,6 +467,7 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>
         "ConstantOfShape" => sizes::constant_of_shape(b, call)?,
         "Cast" | "CastLike" => sizes::cast(b, call, element)?,
         "Expand" => sizes::expand(b, call)?,
+        "EyeLike" => movement::eye_like(b, call, element)?,
         "Identity" => identity(b, &call)?,
         "Dropout" => training::dropout(b, call)?,
         op => NamedValue::Float(lower_float(b, call, op)?),
@@ -525,7 +558,8 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "Conv" => spatial::conv(b, call),
         "ConvTranspose" => transposed::conv_transpose(b, call),
         "Col2Im" => transposed::col2im(b, call),
-        "MaxPool" => spatial::pool(b, call, Pool::Max),
+        "MaxUnpool" => unpool::max_unpool(b, call),
+        "LRN" => spatial::local_response(b, call),
         "AveragePool" => spatial::pool(b, call, Pool::Average),
         _ => match unary_operator(op) {
             Some(kind) => arithmetic::unary(b, call, kind),

@@ -21,6 +21,13 @@ pub(super) enum RowNumber {
     Times(i64),
     /// Something that depends on the number of its row: only the shape may be read.
     Unknown,
+    /// The elements of all planes before its own. The value is a place in a plane.
+    Plane {
+        /// Height and width.
+        size: [usize; 2],
+        /// Whether no place is twice in a plane.
+        is_distinct: bool,
+    },
     /// A first position of several along the last axis, which is the number of its row.
     First,
 }
@@ -129,13 +136,15 @@ fn kept(
     numbers: &[Option<RowNumber>],
     element: DataType,
 ) -> Result<Option<RowNumber>, GraphError> {
-    if numbers.contains(&Some(RowNumber::First)) {
+    let is_place =
+        |number: &Option<RowNumber>| matches!(number, Some(RowNumber::First | RowNumber::Plane { .. }));
+    if numbers.iter().any(is_place) {
         return Ok(None);
     }
     let times = |index: usize| match numbers.get(index).copied().flatten() {
         None => Some(0),
         Some(RowNumber::Times(times)) => Some(times),
-        Some(RowNumber::Unknown | RowNumber::First) => None,
+        Some(RowNumber::Unknown | RowNumber::First | RowNumber::Plane { .. }) => None,
     };
     let counted = |times: Option<i64>| times.map_or(RowNumber::Unknown, RowNumber::Times);
     Ok(match (call.site.op.as_str(), numbers) {
@@ -241,28 +250,38 @@ fn parts(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     call.only("batch_dims", 0)?;
     call.finish(2)?;
     let site = call.site.clone();
+    own_parts(b, &site, data, places)
+}
+
+/// Parts of the row itself at positions `[rows, …, axes]` of the axes behind the rows.
+pub(super) fn own_parts(
+    b: &mut Builder,
+    site: &NodeRef,
+    data: ValueId,
+    places: ValueId,
+) -> Result<ValueId, GraphError> {
     let (dims, places_dims) = (b.dims(data).to_vec(), b.dims(places).to_vec());
-    let Some((Dim::Fixed(depth), outer)) = places_dims.split_last() else { return Err(refusal(&site)) };
+    let Some((Dim::Fixed(depth), outer)) = places_dims.split_last() else { return Err(refusal(site)) };
     if dims.first() != Some(&Dim::Rows(1)) || !begins_with_rows(outer) || *depth >= dims.len() {
-        return Err(refusal(&site));
+        return Err(refusal(site));
     }
     let (picked, rest) = dims[1..].split_at(*depth);
     let mut flat: Option<ValueId> = None;
     for (at, size) in picked.iter().enumerate() {
         let size = size.at(1);
-        let place = b.slice(places, places_dims.len() - 1, at, 1, &site)?;
-        let place = within(b, &site, place, size, true)?;
+        let place = b.slice(places, places_dims.len() - 1, at, 1, site)?;
+        let place = within(b, site, place, size, true)?;
         flat = Some(match flat {
             Some(flat) => {
-                let start = arithmetic::map(b, &site, Unary::Scale(size as f32), flat)?;
-                arithmetic::join_at(b, &site, Binary::Add, start, place)?
+                let start = arithmetic::map(b, site, Unary::Scale(size as f32), flat)?;
+                arithmetic::join_at(b, site, Binary::Add, start, place)?
             }
             None => place,
         });
     }
-    let flat = flat.ok_or_else(|| refusal(&site))?;
+    let flat = flat.ok_or_else(|| refusal(site))?;
     let target = [outer, rest].concat();
-    take(b, &site, data, [shape::check(picked, &site)?, shape::check(rest, &site)?], flat, target)
+    take(b, site, data, [shape::check(picked, site)?, shape::check(rest, site)?], flat, target)
 }
 
 /// Elements of the first axis, of which each row has its own, at `times` the number of the row and more.

@@ -4,10 +4,12 @@
 //! of an axis becomes a separate operation. A pool over three dimensions is one over height and width, then one
 //! over depth.
 
-use super::arithmetic::join_at;
+use super::arithmetic::{join_at, map};
 use super::builder::{Builder, Call, NodeRef};
 use super::movement::surround;
-use super::{Binary, Conv3Spec, ConvSpec, Dim, GraphError, Op, PoolSpec, ValueId, shape};
+use super::rows::RowNumber;
+use super::unpool::{self, Windows};
+use super::{Binary, Conv3Spec, ConvSpec, Dim, GraphError, Op, PoolSpec, Unary, ValueId, shape};
 
 /// Largest kernel, stride, padding or dilation.
 const WINDOW_MAX: usize = 1 << 20;
@@ -344,10 +346,88 @@ pub(super) fn pool(b: &mut Builder, mut call: Call<'_>, kind: Pool) -> Result<Va
     let (input, [_, _, height, width], line) = spatial(b, &site, input)?;
     let kernel = sizes(&site, "kernel_shape", Some(kernel), line, 1, 1)?;
     let window = window(&mut call, [fixed(height), fixed(width)], kernel, line, ceil)?;
-    call.finish(1)?;
+    call.finish_with(1, if average { 1 } else { 2 })?;
     let plane = Plane { kernel, window, kind, count_include_pad };
     let out = pool_plane(b, &site, input, &plane)?;
     restore(b, &site, out, line)
+}
+
+/// The largest elements of windows and, if they are read, their places.
+pub(super) fn max_pool(b: &mut Builder, call: Call<'_>) -> Result<Vec<ValueId>, GraphError> {
+    if !call.more_outputs().any(|name| b.reads.contains_key(name)) {
+        return Ok(vec![pool(b, call, Pool::Max)?]);
+    }
+    let mut call = call;
+    let input = call.float(b, 0)?;
+    let site = call.site.clone();
+    let kernel = call.ints("kernel_shape")?.ok_or_else(|| site.form("kernel_shape is missing"))?;
+    call.only("storage_order", 0)?;
+    let ceil = call.int("ceil_mode", 0)? != 0;
+    if b.dims(input).len() == 5 {
+        return Err(site.form(
+            "the places of a pool over three dimensions are not supported (use its first output alone)",
+        ));
+    }
+    let (input, [_, _, height, width], line) = spatial(b, &site, input)?;
+    let kernel = sizes(&site, "kernel_shape", Some(kernel), line, 1, 1)?;
+    let size = [fixed(height), fixed(width)];
+    let window = window(&mut call, size, kernel, line, ceil)?;
+    call.finish_with(1, 2)?;
+    let plane = Plane { kernel, window, kind: Pool::Max, count_include_pad: false };
+    let out = pool_plane(b, &site, input, &plane)?;
+    let padded = surround_spatial(b, &site, input, &window.before, &window.reached, f32::NEG_INFINITY)?;
+    let windows = Windows {
+        kernel,
+        strides: window.strides,
+        dilations: window.dilations,
+        before: window.before,
+        out: window.out,
+        size,
+    };
+    let places = unpool::places(b, &site, padded, &windows)?;
+    let out = restore(b, &site, out, line)?;
+    let found = restore(b, &site, places, line)?;
+    // One of its own: what the places lack is said of it alone.
+    b.row_numbers.insert(found, RowNumber::Plane { size, is_distinct: windows.is_distinct() });
+    Ok(vec![out, found])
+}
+
+/// Elements divided by a power of the mean square of their neighbours in the channels.
+pub(super) fn local_response(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let input = call.float(b, 0)?;
+    let site = call.site.clone();
+    let alpha = call.float_attribute("alpha", 0.0001)?;
+    let beta = call.float_attribute("beta", 0.75)?;
+    let bias = call.float_attribute("bias", 1.0)?;
+    let size = call.int("size", 0)?;
+    call.finish(1)?;
+    let dims = b.dims(input).to_vec();
+    let [rows @ Dim::Rows(_), Dim::Fixed(channels), ref rest @ ..] = dims[..] else {
+        return Err(site.shape(format!("{} has no channels behind its rows", shape::display(&dims))));
+    };
+    let size = usize::try_from(size).ok().filter(|size| (1..=WINDOW_MAX).contains(size));
+    let size = size.ok_or_else(|| site.form("size must be the number of channels in a window, from 1 on"))?;
+    let rest = shape::check(rest, &site)?;
+    let square = join_at(b, &site, Binary::Mul, input, input)?;
+    // The channels become the height of one image for each row.
+    let image = vec![rows, Dim::Fixed(1), Dim::Fixed(channels), Dim::Fixed(rest)];
+    let image = b.reshape(square, image, &site)?;
+    let (before, after) = ((size - 1) / 2, size / 2);
+    let window = Window {
+        strides: [1; 2],
+        dilations: [1; 2],
+        before: [before, 0],
+        after: [after, 0],
+        reached: [after, 0],
+        out: [channels, rest],
+    };
+    let plane = Plane { kernel: [size, 1], window, kind: Pool::Average, count_include_pad: true };
+    let mean = pool_plane(b, &site, image, &plane)?;
+    let mean = b.reshape(mean, dims, &site)?;
+    let scaled = map(b, &site, Unary::Scale(alpha), mean)?;
+    let base = map(b, &site, Unary::Shift(bias), scaled)?;
+    let divisor = map(b, &site, Unary::Pow(beta), base)?;
+    join_at(b, &site, Binary::Div, input, divisor)
 }
 
 fn pool3(
@@ -363,7 +443,7 @@ fn pool3(
     let (rows, channels, [depth, height, width]) = volume(b, &site, input)?;
     let kernel: [usize; 3] = sizes(&site, "kernel_shape", Some(kernel), false, 1, 1)?;
     let w = window(&mut call, [depth, height, width], kernel, false, ceil)?;
-    call.finish(1)?;
+    call.finish_with(1, if kind == Pool::Max { 2 } else { 1 })?;
     let [_, down, across] = w.out;
     let part = |axes: [Option<usize>; 2]| {
         let of = |all: [usize; 3], default: usize| axes.map(|axis| axis.map_or(default, |axis| all[axis]));

@@ -73,7 +73,7 @@ fn takes(op: &str) -> &'static [Kind] {
         "Equal" | "Where" | "Concat" | "Split" | "Slice" | "Gather" | "GatherND" | "GatherElements"
         | "ScatterElements" | "ScatterND" | "OneHot" | "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze"
         | "Transpose" | "Expand" | "Tile" | "Pad" | "Identity" | "Cast" | "CastLike" | "Trilu" | "Shape"
-        | "Size" | "Dropout" | "DepthToSpace" | "SpaceToDepth" | "ReduceMax" | "ReduceMin" => {
+        | "Size" | "EyeLike" | "Dropout" | "DepthToSpace" | "SpaceToDepth" | "ReduceMax" | "ReduceMin" => {
             &[Bool, Integer, Float]
         }
         "Add" | "Sub" | "Mul" | "Div" | "Mod" | "Pow" | "Neg" | "Abs" | "Sign" | "Max" | "Min" | "Less"
@@ -116,6 +116,11 @@ pub(super) fn infer(b: &Builder, call: &mut Call<'_>) -> Result<DataType, GraphE
         "Shape" | "Size" | "ArgMax" | "ArgMin" => DataType::Int64,
         "OneHot" => call.element(b, 2).unwrap_or(DataType::Float),
         "Cast" => cast_to(call)?,
+        "EyeLike" if call.has_attribute("dtype") => {
+            let to = call.int("dtype", 0)?;
+            let kind = i32::try_from(to).ok().and_then(|to| DataType::try_from(to).ok());
+            kind.ok_or_else(|| call.site.form(format!("type {to} is not known")))?
+        }
         "CastLike" => call.element(b, 1).unwrap_or(DataType::Float),
         "Constant" => constant(call)?,
         "ConstantOfShape" => match call.tensor("value")? {
@@ -129,7 +134,7 @@ pub(super) fn infer(b: &Builder, call: &mut Call<'_>) -> Result<DataType, GraphE
 /// The type of one of a node's outputs, given that of the first.
 pub(super) fn of_output(op: &str, output: usize, first: DataType) -> DataType {
     match (op, output) {
-        ("TopK", 1) => DataType::Int64,
+        ("TopK" | "MaxPool", 1) => DataType::Int64,
         _ => first,
     }
 }

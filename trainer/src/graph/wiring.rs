@@ -127,6 +127,29 @@ pub(super) fn producers<'a>(
     Ok(producers)
 }
 
+/// The tensors that a node reads, those that its branches read from outside among them.
+pub(super) fn reads(node: &NodeProto) -> Vec<&str> {
+    let mut found: Vec<&str> = node.input.iter().map(String::as_str).collect();
+    for branch in node.attribute.iter().filter_map(|attribute| attribute.g.as_ref()) {
+        found.extend(free(branch));
+    }
+    found
+}
+
+/// The names that a branch defines.
+pub(super) fn defined(branch: &GraphProto) -> HashSet<&str> {
+    let nodes = branch.node.iter().flat_map(|node| &node.output).map(String::as_str);
+    let tensors = branch.initializer.iter().map(|tensor| tensor.name());
+    nodes.chain(tensors).chain(branch.input.iter().map(|info| info.name())).collect()
+}
+
+/// The names that a branch reads from outside. Branches nest as deep as a message of the model may.
+fn free(branch: &GraphProto) -> Vec<&str> {
+    let own = defined(branch);
+    let given = branch.node.iter().flat_map(reads).chain(branch.output.iter().map(|info| info.name()));
+    given.filter(|name| !name.is_empty() && !own.contains(name)).collect()
+}
+
 /// The nodes that the output depends on, each after the nodes that it reads from.
 pub(super) fn order<'a>(
     proto: &'a GraphProto,
@@ -145,6 +168,7 @@ pub(super) fn order<'a>(
     let Some(last) = producers.get(output) else {
         return Err(malformed(format!("no node produces its output {output:?}")));
     };
+    let read: Vec<Vec<&str>> = proto.node.iter().map(reads).collect();
     let mut marks = vec![Mark::New; proto.node.len()];
     let mut ordered = Vec::new();
     // Pairs of a node and the next input to visit: an explicit stack, so the depth of the graph is not
@@ -153,18 +177,18 @@ pub(super) fn order<'a>(
     marks[*last] = Mark::Open;
     while let Some((index, position)) = stack.pop() {
         let node = &proto.node[index];
-        let Some(name) = node.input.get(position) else {
+        let Some(&name) = read[index].get(position) else {
             marks[index] = Mark::Done;
             ordered.push(node);
             continue;
         };
         stack.push((index, position + 1));
-        if name.is_empty() || given.contains(name.as_str()) || initializers.contains(name.as_str()) {
+        if name.is_empty() || given.contains(name) || initializers.contains(name) {
             continue;
         }
         let site = || NodeRef::of(node).node;
-        let Some(maker) = producers.get(name.as_str()) else {
-            return Err(GraphError::MissingInput { node: site(), input: name.clone() });
+        let Some(maker) = producers.get(name) else {
+            return Err(GraphError::MissingInput { node: site(), input: name.to_owned() });
         };
         match marks[*maker] {
             Mark::Done => {}
