@@ -1,6 +1,7 @@
 //! Test models: every supported operator in the forms that exporters write.
 
 mod activation;
+mod branches;
 mod linear;
 mod movement;
 mod positions;
@@ -37,6 +38,9 @@ pub(crate) fn all() -> Vec<Case> {
     let mut cases = elementwise();
     cases.extend(activation::activations());
     cases.extend(activation::arithmetic());
+    cases.extend(branches::branches());
+    cases.extend(branches::numbers_of_rows());
+    cases.extend(branches::places());
     cases.extend(linear::products());
     cases.extend(linear::movement());
     cases.extend(movement::movement());

@@ -33,7 +33,6 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("earlier", "buffers", "the exporter tells buffers from parameters by nothing"),
     ("earlier", "changed_columns", "the exporter writes the positions of the rows as well"),
     ("earlier", "frozen_weight", FROZEN),
-    ("earlier", "local_response_norm", "the exporter writes an If"),
     ("earlier", "scaled_bias", "the exporter multiplies the bias ahead, and does not say so"),
     ("earlier", "spatial_transformer", "the rounding of positions in float32, as with the default exporter"),
 ];
