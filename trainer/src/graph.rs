@@ -39,6 +39,7 @@ mod reduction;
 mod resize;
 mod rows;
 mod sampling;
+mod sequences;
 mod shape;
 mod sizes;
 mod spatial;

@@ -10,6 +10,7 @@ use super::budget::Budget;
 use super::initializers::entry;
 use super::ints::{Ints, step, strides};
 use super::rows::{self, RowNumber};
+use super::sequences::Sequence;
 use super::{Dim, Dropout, GraphError, Node, Normalization, Op, ParamSpec, Source, Value, ValueId, shape};
 
 /// Most values a graph may have.
@@ -81,6 +82,8 @@ pub(super) struct Builder {
     /// Values `[steps, rows, …]` that the graph sees as `[steps · rows, …]`: products with weights and sums keep the
     /// rows apart, a reshape separates them again.
     pub(super) merged: HashSet<ValueId>,
+    /// Lists of tensors, by name.
+    pub(super) sequences: HashMap<String, Sequence>,
     /// What values lack that were computed from numbers of rows.
     pub(super) row_numbers: HashMap<ValueId, RowNumber>,
     /// How often nodes read each tensor; an output of the graph counts as well.

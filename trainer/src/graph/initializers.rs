@@ -181,11 +181,15 @@ impl<'a> Roles<'a> {
                 true => !origin.contains('.') && ahead::is_computed(origin),
                 false => !self.targets.contains_key(origin) && !ahead::keeps_elements(origin),
             });
-        if computed.is_empty() && ahead::is_rearranged(name, origins.len(), readers) {
-            return None;
-        }
         let parameters = rest.into_iter().filter(|origin| self.is_parameter(origin));
         let parameters: Vec<&str> = parameters.collect();
+        // Positions of an embedding may be sums, as GPT-2's are. Weights that a constant was added to move alike.
+        let is_shifted = stem(name) == "embedding"
+            && parameters.len() == 1
+            && computed.iter().all(|origin| matches!(stem(origin), "add" | "sub"));
+        if (computed.is_empty() || is_shifted) && ahead::is_rearranged(name, origins.len(), readers) {
+            return None;
+        }
         // A parameter may have the name of a function.
         (!parameters.is_empty()).then(|| parameters.join(", "))
     }

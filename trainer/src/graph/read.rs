@@ -16,7 +16,8 @@ use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, affine, arithmetic,
     attention, branches, einsum, gather, linear, merged, movement, normalization, positions, recurrent,
-    reduction, resize, rows, sampling, shape, sizes, spatial, tensor, training, transposed, types, unpool,
+    reduction, resize, rows, sampling, sequences, shape, sizes, spatial, tensor, training, transposed, types,
+    unpool,
     wiring::{Declared, inputs, order, output, producers, reads},
 };
 
@@ -133,6 +134,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "ScatterElements",
     "ScatterND",
     "Selu",
+    "SequenceAt",
     "Shape",
     "Shrink",
     "Sigmoid",
@@ -146,6 +148,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Softsign",
     "SpaceToDepth",
     "Split",
+    "SplitToSequence",
     "Sqrt",
     "Squeeze",
     "Sub",
@@ -441,6 +444,11 @@ pub(super) fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<
     let call = Call::new(node);
     if !matches!(node.domain(), "" | "ai.onnx") || !SUPPORTED_OPERATORS.contains(&node.op_type()) {
         return Err(call.site.unsupported());
+    }
+    match node.op_type() {
+        "SplitToSequence" => return sequences::split(b, node),
+        "SequenceAt" => return sequences::at(b, node),
+        _ => {}
     }
     let element = types::infer(b, &mut Call::new(node))?;
     if let Some(found) = rows::lower(b, node, element)? {

@@ -1,5 +1,7 @@
 """Models of the zoo with several layers: attention, convolutional networks, several inputs."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from models import Call, conv_head, head, linear_call, model
@@ -402,3 +404,44 @@ def positions():
         ("einsum_ellipsis", 4, lambda x: torch.einsum("...i,...i->...", x.view(-1, 4, 4), x.view(-1, 4, 4))),
     ]:
         model(name, [8], linear_call(function, out=width))
+
+
+class RelativePositions(nn.Module):
+    """Attention with a bias for the bucket of each distance, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.bias = nn.Embedding(12, 8), nn.Embedding(16, 2)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def buckets(self, length):
+        places = torch.arange(length)
+        way = places[None] - places[:, None]
+        distance = way.abs()
+        far = 4 + (torch.log(distance.float() / 4) / math.log(8) * 4).long()
+        far = torch.min(far, torch.full_like(far, 7))
+        return (way > 0).long() * 8 + torch.where(distance < 4, distance, far)
+
+    def forward(self, x):
+        rows, length = x.shape
+        q, k, v = self.qkv(self.words(x)).view(rows, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(2, 3) + self.bias(self.buckets(length)).permute(2, 0, 1)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, 8).mean(1))
+
+
+def selections():
+    def last(self, x):
+        places = ((x != 0).sum(1) - 1).clamp(min=0)
+        return self.out(self.words(x)[torch.arange(x.shape[0]), places])
+
+    def shifted(self, x):
+        places = (torch.arange(x.shape[1]) + 1).unsqueeze(0)
+        return self.out((self.words(x) + self.places(places)).tanh().mean(1))
+
+    words = {"words": nn.Embedding(12, 8), "out": nn.Linear(8, 4)}
+    model("last_token", [6], Call(last, **words), vocabulary=12)
+    model("shifted_positions", [6], Call(shifted, **words, places=nn.Embedding(9, 8)), vocabulary=12)
+    model("relative_positions", [10], RelativePositions(), vocabulary=12)
+    diagonal = linear_call(lambda x: torch.diagonal(x.view(-1, 4, 4), dim1=1, dim2=2), out=4)
+    model("diagonal", [8], diagonal)
+    model("einsum_diagonal", [8], linear_call(lambda x: torch.einsum("bii->bi", x.view(-1, 4, 4)), out=4))

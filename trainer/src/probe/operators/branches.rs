@@ -220,7 +220,15 @@ pub(super) fn numbers_of_rows() -> Vec<Case> {
         let sums = p.node("ScatterND", &[&lines, &places, &lines], vec![text("reduction", "add")]);
         p.node("Transpose", &[&sums], order)
     });
-    vec![pairs, flat, batch, rest, quotient, tiled, added, buckets()]
+    let listed = case("SplitToSequence and SequenceAt", 17, &[2, 6], |p, x| {
+        let scaled = scaled(p, x, &[2, 6]);
+        let (size, first, last) = (p.index(4), p.index(0), p.index(-1));
+        let parts = p.node("SplitToSequence", &[&scaled, &size], vec![int("axis", 2)]);
+        let [four, two] = [first, last].map(|at| p.node("SequenceAt", &[&parts, &at], vec![]));
+        let bent = p.node("Tanh", &[&two], vec![]);
+        p.node("Concat", &[&bent, &four], vec![int("axis", 2)])
+    });
+    vec![pairs, flat, batch, rest, quotient, tiled, added, listed, buckets()]
 }
 
 /// Relative positions in buckets, as T5 computes them.
