@@ -339,7 +339,7 @@ pub(super) fn clip(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
 }
 
 /// Bound of constant exponents: backends take whole ones as integers.
-const EXPONENT_BELOW: f32 = (1u64 << 31) as f32;
+pub(super) const EXPONENT_BELOW: f32 = (1u64 << 31) as f32;
 
 /// A constant exponent needs no logarithm.
 pub(super) fn pow(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {

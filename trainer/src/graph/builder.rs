@@ -331,10 +331,10 @@ impl<'a> Call<'a> {
             Some(NamedValue::Float(value)) if builder.merged.contains(value) => {
                 Err(self.site.mixes_rows("a reshape merged the batch with another axis"))
             }
-            Some(NamedValue::Float(value)) if builder.row_numbers.contains_key(value) => {
-                Err(rows::refusal(&self.site))
-            }
-            Some(NamedValue::Float(value)) => Ok(*value),
+            Some(NamedValue::Float(value)) => match builder.row_numbers.get(value) {
+                Some(number) => Err(rows::refusal_of(&self.site, *number)),
+                None => Ok(*value),
+            },
             Some(NamedValue::Ints(_)) => {
                 Err(self.site.form(format!("input {index} holds integers, a float tensor is needed")))
             }

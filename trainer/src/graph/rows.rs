@@ -39,6 +39,17 @@ pub(super) fn refusal(site: &NodeRef) -> GraphError {
     )
 }
 
+/// The refusal of a value that lacks `number`.
+pub(super) fn refusal_of(site: &NodeRef, number: RowNumber) -> GraphError {
+    match number {
+        RowNumber::Plane { .. } => site.mixes_rows(
+            "it reads the places that a MaxPool found, which ONNX counts from the start of the batch; only MaxUnpool may \
+             read them",
+        ),
+        _ => refusal(site),
+    }
+}
+
 /// Lowers a node whose output or inputs hold numbers of rows. `None` if neither does, or if the node keeps none.
 pub(super) fn lower(
     b: &mut Builder,

@@ -4,7 +4,7 @@
 //! of an axis becomes a separate operation. A pool over three dimensions is one over height and width, then one
 //! over depth.
 
-use super::arithmetic::{join_at, map};
+use super::arithmetic::{EXPONENT_BELOW, join_at, map};
 use super::builder::{Builder, Call, NodeRef};
 use super::movement::surround;
 use super::rows::RowNumber;
@@ -353,11 +353,10 @@ pub(super) fn pool(b: &mut Builder, mut call: Call<'_>, kind: Pool) -> Result<Va
 }
 
 /// The largest elements of windows and, if they are read, their places.
-pub(super) fn max_pool(b: &mut Builder, call: Call<'_>) -> Result<Vec<ValueId>, GraphError> {
+pub(super) fn max_pool(b: &mut Builder, mut call: Call<'_>) -> Result<Vec<ValueId>, GraphError> {
     if !call.more_outputs().any(|name| b.reads.contains_key(name)) {
         return Ok(vec![pool(b, call, Pool::Max)?]);
     }
-    let mut call = call;
     let input = call.float(b, 0)?;
     let site = call.site.clone();
     let kernel = call.ints("kernel_shape")?.ok_or_else(|| site.form("kernel_shape is missing"))?;
@@ -387,7 +386,6 @@ pub(super) fn max_pool(b: &mut Builder, call: Call<'_>) -> Result<Vec<ValueId>, 
     let places = unpool::places(b, &site, padded, &windows)?;
     let out = restore(b, &site, out, line)?;
     let found = restore(b, &site, places, line)?;
-    // One of its own: what the places lack is said of it alone.
     b.row_numbers.insert(found, RowNumber::Plane { size, is_distinct: windows.is_distinct() });
     Ok(vec![out, found])
 }
@@ -401,6 +399,9 @@ pub(super) fn local_response(b: &mut Builder, mut call: Call<'_>) -> Result<Valu
     let bias = call.float_attribute("bias", 1.0)?;
     let size = call.int("size", 0)?;
     call.finish(1)?;
+    if beta.abs() >= EXPONENT_BELOW {
+        return Err(site.form(format!("its exponent beta is {beta}, less than 2^31 is supported")));
+    }
     let dims = b.dims(input).to_vec();
     let [rows @ Dim::Rows(_), Dim::Fixed(channels), ref rest @ ..] = dims[..] else {
         return Err(site.shape(format!("{} has no channels behind its rows", shape::display(&dims))));

@@ -27,6 +27,7 @@ const SQUARED: &[&str] = &["unet_up_mse"];
 /// Models that are refused, or that train in another way than PyTorch, and why.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("default", "frozen_weight", FROZEN),
+    ("default", "relative_positions", "the exporter looks the buckets up ahead"),
     ("default", "scaled_bias", "the exporter multiplies the bias ahead"),
     ("default", "weight_norm", "the exporter multiplies the parts of the weight ahead"),
     ("default", "spatial_transformer", "the rounding of positions in float32 makes 2e-5"),
