@@ -102,6 +102,9 @@ impl Size {
 
     /// The order, if it is the same for every number of rows from 1 on.
     pub(super) fn compare(self, other: Size) -> Option<Ordering> {
+        if let (Some(value), Some(other)) = (self.known(), other.known()) {
+            return Some(value.cmp(&other));
+        }
         let difference = self.sub(other)?;
         let least = difference.rows.checked_add(difference.plain)?;
         match difference.rows.cmp(&0) {

@@ -247,6 +247,11 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
         }
     }
     let output_id = match b.names.get(output) {
+        Some(NamedValue::Float(value)) if b.row_numbers.contains_key(value) => {
+            return Err(malformed(format!(
+                "its output {output:?} holds numbers of rows, or places of a MaxPool"
+            )));
+        }
         Some(NamedValue::Float(value)) => *value,
         _ => {
             return Err(malformed(format!("output {output:?} is not a float tensor")));
