@@ -7,14 +7,14 @@
 use std::collections::HashSet;
 use std::rc::Rc;
 
-use super::arithmetic::{choose, compare_values, join_at, map};
+use super::arithmetic::{choose, compare_values, map};
 use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::ints::strides;
 use super::movement::select;
 use super::ranges;
 use super::read::INDEX_BELOW;
 use super::types::{self, Kind};
-use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
+use super::{Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
 
 /// Positions within an axis.
 struct Positions {
