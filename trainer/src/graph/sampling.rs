@@ -141,6 +141,11 @@ impl Sampling {
         let size = self.size[axis] as f32;
         let last = size - 1.0;
         let factor = if self.aligned { last / 2.0 } else { size / 2.0 };
+        // ONNX Runtime takes a place that is not finite for the first end. Such a place differs from itself.
+        let (zero, end) = (b.scalar(0.0, &self.site)?, b.scalar(-1.0, &self.site)?);
+        let difference = join_at(b, &self.site, Binary::Sub, place, place)?;
+        let is_finite = compare_values(b, &self.site, Compare::Equal, difference, zero)?;
+        let place = choose(b, &self.site, is_finite, place, end)?;
         let scaled = map(b, &self.site, Unary::Scale(factor), place)?;
         map(b, &self.site, Unary::Shift(last / 2.0), scaled)
     }

@@ -239,6 +239,24 @@ fn samples() -> Vec<Case> {
     {
         cases.push(sampled(20, &[2, 2, 3, 2], &[-1, 1, 2, 2, 3], [mode, padding], aligned));
     }
+    for (mode, padding, aligned) in
+        [("linear", "zeros", 1), ("cubic", "border", 0), ("nearest", "reflection", 0)]
+    {
+        cases.push(case(&format!("GridSample {mode} {padding} at no places"), 20, &[2, 4, 3], |p, x| {
+            let image = scaled(p, x, &[2, 4, 3]);
+            let (weight, shape) = (p.param(&[24, 8]), p.shape(&[-1, 2, 2, 2]));
+            let flat = p.node("Flatten", &[x], vec![]);
+            let moved = p.node("MatMul", &[&flat, &weight], vec![]);
+            let grid = p.node("Reshape", &[&moved, &shape], vec![]);
+            // The logarithm is 0, no number, or infinite.
+            let odd = p.constant(&[2, 2, 2], vec![1.0, 1.0, -1.0, 1.0, 1.0, 0.0, 0.0, -1.0]);
+            let odd = p.node("Log", &[&odd], vec![]);
+            let grid = p.node("Add", &[&grid, &odd], vec![]);
+            let attributes =
+                vec![text("mode", mode), text("padding_mode", padding), int("align_corners", aligned)];
+            p.node("GridSample", &[&image, &grid], attributes)
+        }));
+    }
     for (aligned, row, sizes) in
         [(0, [2, 3], &[2, 3, 4][..]), (1, [2, 3], &[1, 2, 3]), (0, [3, 4], &[2, 1, 3, 2])]
     {
