@@ -181,9 +181,11 @@ fn computed_positions_bound_the_tokens_or_are_refused() {
     };
     // The smaller one is within the table for any token.
     assert_eq!(tokens(&bent("Min", 4)), [1 << 24; 4]);
+    assert_eq!(tokens(&bent("Mod", 5)), [1 << 24; 4]);
+    assert_eq!(tokens(&bent("Div", 2)), [5; 4]);
     // A position may count from the end.
     assert_eq!(tokens(&bent("Sub", 5)), [5; 4]);
-    for (op, other) in [("Add", 1), ("Mul", 2), ("Sub", 6), ("Max", 5), ("Div", 2), ("Mul", i64::MAX)] {
+    for (op, other) in [("Add", 1), ("Mul", 2), ("Sub", 6), ("Max", 5), ("Div", 0), ("Mul", i64::MAX)] {
         refused(&bent(op, other), "range is not known");
     }
     let of_many = at_tokens(|p| {
