@@ -103,8 +103,8 @@ docs: setup-docs ## Build the documentation site in .local/site and check its li
 chart: setup-chart ## Check the Helm chart, manifests and Compose files in deploy/ (needs helm; ARGS=--update renders them again)
 	.local/python-chart/bin/python scripts/chart $(ARGS)
 
-compose-test: ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; the script says more)
-	scripts/compose-test $(ARGS)
+compose-test: setup-compose ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; PROGRAM=BUILT)
+	scripts/compose-test $(or $(PROGRAM),$(BUILDS)/debug/millrace)
 
 # PROGRAM names a built program, whose images are then in the node's store.
 cluster: ## A node with a real kubelet (root; `python3 scripts/kubelab down` ends it)
@@ -150,7 +150,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-chart setup-bench-trainer setup-bench-loaders setup-wheel setup-test-python setup-test-frameworks
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-chart setup-compose setup-bench-trainer setup-bench-loaders setup-wheel setup-test-python setup-test-frameworks
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -160,6 +160,8 @@ setup-gpu:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs
+setup-compose:
+	@scripts/setup compose
 setup-chart:
 	@scripts/setup chart
 setup-wheel:
