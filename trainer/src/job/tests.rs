@@ -227,7 +227,7 @@ fn mixtures_are_lists_of_datasets_with_weights_and_part_of_the_computation() {
         ("[\"d@s:/t=inf\"]", "", ["line 2", "\"inf\" is not"]),
         ("[\"d@s:/t=0\"]", "", ["line 2", "\"0\" is not"]),
         ("[\"d@s:/t=-1\"]", "", ["line 2", "\"-1\" is not"]),
-        ("[\"d=1\"]", "", ["line 2", "VOLUME"]),
+        ("[\"d=1\"]", "", ["names no snapshot", "d@NAME:/"]),
         ("[1]", "", ["line 2", "string"]),
         ("3", "", ["line 2", "a mixture such as"]),
         ("[\"d:/t=1\"]", "", ["names no snapshot", "d:/t"]),
