@@ -376,8 +376,8 @@ async fn train_when_ready(
         let is_last = has_topic || sources == declared;
         let report = match crate::commands::train::train(context, &job, stop.clone(), |_| {}).await {
             Ok(report) => report,
-            // Records may not have landed yet. A later snapshot can hold some, this one never will.
-            Err(error) if !is_last && has_no_rows(&error) => {
+            // Records may not have landed yet. A later snapshot can hold some, a fixed one never will.
+            Err(error) if !is_last && has_no_rows(&error) && !has_empty_fixed(&datafs, &datasets).await => {
                 tracing::info!(dataset = %job.dataset, %error, "the training waits for a snapshot with records");
                 trained = Some(numbers);
                 continue;
@@ -395,14 +395,23 @@ async fn train_when_ready(
     Ok(())
 }
 
-/// Whether a training failed because its dataset has no data files or no rows.
+/// Whether a training failed because a dataset of it has no data files or no rows.
 fn has_no_rows(error: &anyhow::Error) -> bool {
-    error.chain().any(|cause| {
-        matches!(
-            cause.downcast_ref::<FeedError>(),
-            Some(FeedError::NoFiles { .. } | FeedError::NoRows { .. })
-        )
-    })
+    error.chain().any(|cause| cause.downcast_ref::<FeedError>().is_some_and(is_empty))
+}
+
+fn is_empty(error: &FeedError) -> bool {
+    matches!(error, FeedError::NoFiles { .. } | FeedError::NoRows { .. })
+}
+
+/// Whether one of the datasets is in a fixed snapshot and has no rows.
+async fn has_empty_fixed(datafs: &Datafs, datasets: &[DatasetSpec]) -> bool {
+    for dataset in datasets.iter().filter(|dataset| !dataset.source.is_latest()) {
+        if dataset.open(datafs).await.is_err_and(|error| is_empty(&error)) {
+            return true;
+        }
+    }
+    false
 }
 
 /// The snapshots that a training is to read, and their numbers, once all exist and one of them is newer than that of the
@@ -418,8 +427,17 @@ async fn newer_snapshots(
     while !stop.is_cancelled() {
         let (datafs, specs) = (datafs.clone(), declared.to_vec());
         let resolved = context.blocking(move || {
-            let each = specs.iter().map(|spec| datafs.resolve(spec));
-            Ok(each.collect::<Result<(Vec<_>, Vec<_>), millrace_datafs::Error>>())
+            // Each once: between two looks at one volume another snapshot could be created.
+            let mut each: Vec<(VolumeSpec, (VolumeSpec, Option<u64>))> = Vec::new();
+            let resolve = |spec: &VolumeSpec| {
+                if let Some((_, known)) = each.iter().find(|(other, _)| other == spec) {
+                    return Ok(known.clone());
+                }
+                let found = datafs.resolve(spec)?;
+                each.push((spec.clone(), found.clone()));
+                Ok(found)
+            };
+            Ok(specs.iter().map(resolve).collect::<Result<(Vec<_>, Vec<_>), millrace_datafs::Error>>())
         });
         let resolved = resolved.await?;
         if resolved.is_ok() && std::mem::take(&mut waits) {

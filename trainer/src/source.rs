@@ -100,15 +100,33 @@ pub(crate) fn resolve_snapshot(datafs: &Datafs, job: &Name, dataset: &mut Datase
     Ok(())
 }
 
-/// As [`resolve_snapshot`]; also replaces the bounds of a topic by the offsets that they mean now.
-pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceSpec) -> Result<()> {
-    match dataset {
-        SourceSpec::Dataset(files) => resolve_snapshot(&sources.datafs, job, files)?,
-        SourceSpec::Topic(topic) if topic.range.is_none() => {
-            let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
-            *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
+/// [`resolve_snapshot`] for all datasets of a job. Those of one volume get one snapshot: between two looks another one could
+/// be created.
+pub(crate) fn resolve_snapshots(datafs: &Datafs, job: &mut JobFile) -> Result<()> {
+    let name = job.name.clone();
+    let validation = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut());
+    let mut resolved: Vec<(VolumeSpec, VolumeSpec)> = Vec::new();
+    for dataset in job.dataset.sources_mut().chain(validation) {
+        let SourceSpec::Dataset(files) = dataset else { continue };
+        let declared = files.source.clone();
+        match resolved.iter().find(|(other, _)| *other == declared) {
+            Some((_, source)) => files.source = source.clone(),
+            None => {
+                resolve_snapshot(datafs, &name, files)?;
+                resolved.push((declared, files.source.clone()));
+            }
         }
-        _ => {}
+    }
+    Ok(())
+}
+
+/// Replaces the bounds of a topic by the offsets that they mean now.
+pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceSpec) -> Result<()> {
+    if let SourceSpec::Topic(topic) = dataset
+        && topic.range.is_none()
+    {
+        let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
+        *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
     }
     Ok(())
 }

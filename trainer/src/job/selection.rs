@@ -207,6 +207,13 @@ impl JobFile {
                         .to_owned(),
                 );
             }
+            None if is_same && self.split.is_some() => {
+                return Err(
+                    "[validation] reads rows that are trained on: name with validation.split a part of splits that is \
+                     not trained on"
+                        .to_owned(),
+                );
+            }
             Some(split) if is_same && self.split.as_ref() == Some(split) => {
                 return Err(format!(
                     "validation.split = {split:?} is the part that is trained on: name another part of splits"

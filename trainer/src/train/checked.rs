@@ -99,11 +99,13 @@ impl Checked {
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;
         let output = open_output(&setup.datafs, &job)?;
+        let sources = setup.sources();
+        // The unfinished run whose offsets are kept names its snapshots.
+        source::resolve_snapshots(&sources.datafs, &mut job)?;
         match setup.abandon_run {
             false => source::keep_offsets(&output, &mut job)?,
             true => source::abandon(&output, &job)?,
         }
-        let sources = setup.sources();
         for dataset in job.dataset.sources_mut() {
             runtime.block_on(source::resolve(&sources, &name, dataset))?;
         }

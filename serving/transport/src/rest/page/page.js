@@ -246,7 +246,7 @@ function lineageCard({ created_at, lineage, metrics, files }) {
     ["Files", files.length ? element("div", {}, files.map((file) =>
       element("div", {}, `${file.path}, ${whole(file.bytes)} bytes, SHA-256 `, digest(file.sha256)))) : ""],
   ]);
-  return card("Lineage", known, lineage.volume || lineage.topic || !files.length ? ""
+  return card("Lineage", known, lineage.volume || lineage.topic || lineage.mixture || !files.length ? ""
     : element("p", { class: "quiet" }, "The bundle does not say which data it was trained on."));
 }
 
