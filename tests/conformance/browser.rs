@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use millrace_bundle::onnx::tensor_proto::DataType;
-use millrace_bundle::{Bundle, Lineage};
+use millrace_bundle::{Bundle, Lineage, MixedDataset};
 use object_store::local::LocalFileSystem;
 
 use crate::clients::python;
@@ -27,7 +27,7 @@ async fn the_page_shows_models_and_runs_them() {
         snapshot: "monday".into(),
         path: HOSTILE.into(),
         topic: HOSTILE.into(),
-        mixture: Vec::new(),
+        mixture: vec![MixedDataset { dataset: HOSTILE.into(), weight: HOSTILE.into() }],
         selection: HOSTILE.into(),
         offsets: BTreeMap::from([("records-topic".to_owned(), BTreeMap::from([(0, 1_437)]))]),
         config_sha256: "ab".repeat(32),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::slice;
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, Name, View};
+use millrace_datafs::{Datafs, Name, View, VolumeSpec};
 use millrace_streams::KafkaConfig;
 use millrace_streams::dataset::{DatasetSpec, OpenDataset, SourceSpec};
 use millrace_streams::feed::{

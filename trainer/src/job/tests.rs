@@ -239,6 +239,11 @@ fn mixtures_are_lists_of_datasets_with_weights_and_part_of_the_computation() {
             "splits = { a = 0.5, b = 0.5 }\nsplit = \"a\"\nvalidation = { dataset = \"d@s:/t\", split = \"a\" }",
             ["validation.split", "trained on"],
         ),
+        (
+            list,
+            "splits = { a = 0.5, b = 0.5 }\nsplit = \"a\"\nvalidation = { dataset = \"d@s:/t\" }",
+            ["validation.split", "trained on"],
+        ),
     ] {
         let line = reason(&mixed(list, more));
         assert!(words.iter().all(|word| line.contains(word)), "{line:?} lacks {words:?}");

@@ -92,6 +92,41 @@ fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
     serving.block_on(broker.stop()).unwrap();
 }
 
+/// The newest snapshot beside the topic, here that of the validation, is part of the run whose offsets are kept.
+#[test]
+fn a_job_on_a_topic_goes_on_beside_the_newest_snapshot() {
+    let (home, log) = (home(), tempfile::tempdir().unwrap());
+    let serving = runtime();
+    let (broker, kafka) = serving.block_on(async {
+        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
+        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
+        let kafka = KafkaConfig::new(broker.addr().to_string());
+        topic::create_topic(&kafka, "points", 2).await.unwrap();
+        produce(&kafka, 0..ROWS).await;
+        (broker, kafka)
+    });
+    let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
+    let beside = || {
+        let validation = "[validation]\ndataset = \"data@latest:/train\"\nevery_epochs = 10";
+        let mut job = job("beside", &format!("workers = 1\nepochs_max = 30\n{validation}"));
+        job.dataset = "topic:points@latest".parse().unwrap();
+        job
+    };
+    let stop = CancellationToken::new();
+    let token = stop.clone();
+    let training = train(beside(), setup(), stop, move |seen| {
+        if seen.step >= 3 {
+            token.cancel();
+        }
+    });
+    let stopped = runtime().block_on(training).unwrap();
+    serving.block_on(produce(&kafka, ROWS..ROWS + 50));
+    let again = run(setup(), beside(), |_| {}).unwrap();
+    assert_eq!((stopped.end, again.resumed_from_step), (End::Stopped, Some(stopped.steps)));
+    assert_eq!(again.rows_per_epoch, [ROWS as u64; 30]);
+    serving.block_on(broker.stop()).unwrap();
+}
+
 #[test]
 fn a_run_whose_records_were_removed_is_left_behind_on_demand_only() {
     let (home, log) = (home(), tempfile::tempdir().unwrap());
