@@ -108,7 +108,8 @@ impl Evictor {
         let Ok(_lock) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return };
         let mut kept = self.list();
         let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
-        let target = if total > self.bounds.bytes_max { self.bounds.bytes_max / 100 * LOW_PERCENT } else { total };
+        let target =
+            if total > self.bounds.bytes_max { self.bounds.bytes_max / 100 * LOW_PERCENT } else { total };
         let target = target.min(total.saturating_sub(short));
         if total <= target {
             return;
