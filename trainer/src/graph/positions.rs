@@ -128,6 +128,9 @@ pub(super) fn scatter_elements(b: &mut Builder, mut call: Call<'_>) -> Result<Va
     let (axis, size) = fixed_axis(b, &call.site, data, given)?;
     let Positions { value: positions, distinct } = positions(b, &call, axis, size)?;
     let updates = call.value(b, 2)?;
+    if matches!(b.dims(positions)[axis], Dim::Rows(_)) {
+        return Err(call.site.mixes_rows("it writes elements of all rows into one tensor"));
+    }
     check_shape(b, &call.site, data, axis, positions)?;
     if b.dims(updates) != b.dims(positions) {
         return Err(call.site.shape(format!(

@@ -160,6 +160,19 @@ fn unfit_ellipses_and_samplings_are_refused() {
     refused(&sample(vec![], &[-1, 2, 1, 4]), "an image");
 }
 
+#[test]
+fn a_scatter_of_all_rows_into_a_table_is_refused() {
+    for reduction in ["add", "none"] {
+        let mut probe = Probe::new(18, &[]);
+        probe.of_integers();
+        let table = probe.param(&[4]);
+        let updates = probe.node("Cast", &["x"], vec![int("to", 1)]);
+        let inputs = [table.as_str(), "x", &updates];
+        let output = probe.node("ScatterElements", &inputs, vec![text("reduction", reduction)]);
+        refused(&probe.finish(&output), "elements of all rows into one tensor");
+    }
+}
+
 /// A lookup in five rows at positions that are computed from four tokens.
 fn at_tokens(build: impl FnOnce(&mut Probe) -> String) -> ModelProto {
     let mut probe = Probe::new(17, &[4]);
