@@ -203,6 +203,11 @@ pub(super) fn scatter_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId,
         )));
     }
     let (count, changes) = (shape::check(placed, &site)?, known.len() / depth);
+    if adds && count > INDEX_BELOW as usize {
+        return Err(site.form(format!(
+            "positions among {count} parts: they are float32 numbers, which tell at most {INDEX_BELOW} apart"
+        )));
+    }
     b.budget.charge(2 * count.saturating_add(changes), &site)?;
     if adds {
         let mut places = Vec::with_capacity(changes);

@@ -173,6 +173,25 @@ fn a_scatter_of_all_rows_into_a_table_is_refused() {
     }
 }
 
+#[test]
+fn sums_at_positions_beyond_float32_are_refused() {
+    let model = |size: i64| {
+        let mut probe = Probe::new(18, &[1]);
+        let p = &mut probe;
+        let (size, part) = (p.shape(&[size]), p.param(&[1]));
+        let table = p.node("ConstantOfShape", &[&size], vec![]);
+        let (list, shape) = (p.shape(&[3]), p.shape(&[1, 1]));
+        let places = p.node("Reshape", &[&list, &shape], vec![]);
+        let changed = p.node("ScatterND", &[&table, &places, &part], vec![text("reduction", "add")]);
+        let first = p.index(3);
+        let picked = p.node("Gather", &[&changed, &first], vec![]);
+        let output = p.node("Mul", &["x", &picked], vec![]);
+        probe.finish(&output)
+    };
+    Graph::read(&model(1 << 24)).unwrap();
+    refused(&model((1 << 24) + 1), "tell at most 16777216 apart");
+}
+
 /// A lookup in five rows at positions that are computed from four tokens.
 fn at_tokens(build: impl FnOnce(&mut Probe) -> String) -> ModelProto {
     let mut probe = Probe::new(17, &[4]);
