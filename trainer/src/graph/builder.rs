@@ -86,6 +86,8 @@ pub(super) struct Builder {
     pub(super) sequences: HashMap<String, Sequence>,
     /// What values lack that were computed from numbers of rows.
     pub(super) row_numbers: HashMap<ValueId, RowNumber>,
+    /// Values that nodes compute in DOUBLE, FLOAT16 or BFLOAT16, which the graph holds in float32.
+    pub(super) other_floats: HashSet<ValueId>,
     /// How often nodes read each tensor; an output of the graph counts as well.
     pub(super) reads: HashMap<String, usize>,
     /// Names of float32 initializers.

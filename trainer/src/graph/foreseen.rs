@@ -2,6 +2,8 @@
 //!
 //! Exporters write positions as float arithmetic on constants: the buckets of relative positions in T5 are the rounded
 //! logarithm of a distance. Once such a value becomes integers, its elements are computed here, in float32.
+//! Values that the model computes in DOUBLE, FLOAT16 or BFLOAT16 are not foreseen: float32 may round them to another
+//! integer.
 
 use std::collections::HashMap;
 
@@ -16,8 +18,8 @@ const COMPUTED_MAX: usize = 1 << 24;
 /// Most nodes that one value may depend on, and how deep they nest.
 const NODES_MAX: usize = 256;
 
-/// The elements of a value that constants alone determine; `None` if others do, or if it is too large. What was
-/// computed is taken from the budget of integers.
+/// The elements of a value that constants alone determine. `None` if others do, if it is too large, or if the model
+/// computes it in another float type than FLOAT. What was computed is taken from the budget of integers.
 pub(super) fn elements(
     b: &mut Builder,
     site: &NodeRef,
@@ -59,6 +61,9 @@ impl Search<'_> {
             return None;
         }
         let b = self.b;
+        if b.other_floats.contains(&value) {
+            return None;
+        }
         if let Source::Constant(elements) = &b.values[value].source {
             self.known.insert(value, elements.clone());
             return Some(());

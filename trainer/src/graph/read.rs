@@ -295,8 +295,14 @@ pub(super) fn name_outputs(
     element: DataType,
     found: Vec<NamedValue>,
 ) -> Result<(), GraphError> {
+    let rounds = rounds(b, node, element);
     for (at, (name, named)) in node.output.iter().zip(found).enumerate() {
         let element = types::of_output(node.op_type(), at, element);
+        if let NamedValue::Float(value) = &named
+            && rounds
+        {
+            b.other_floats.insert(*value);
+        }
         if let NamedValue::Ints(ints) = &named {
             let site = NodeRef::of(node);
             ints.fit(element, &site)?;
@@ -306,6 +312,21 @@ pub(super) fn name_outputs(
         b.names.insert(name.clone(), named);
     }
     Ok(())
+}
+
+/// Whether a node computes in a float type other than FLOAT, whose numbers float32 may not hold.
+fn rounds(b: &Builder, node: &NodeProto, element: DataType) -> bool {
+    let is_other = |element: DataType| types::kind(element) == Kind::Float && element != DataType::Float;
+    match node.op_type() {
+        // They move numbers. Constants of DOUBLE are rounded as a cast to FLOAT does.
+        "Constant" | "ConstantOfShape" | "Identity" | "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze"
+        | "Expand" | "Transpose" | "Slice" | "Concat" | "Where" => false,
+        "Cast" | "CastLike" => matches!(element, DataType::Float16 | DataType::Bfloat16),
+        _ => {
+            let given = node.input.iter().filter_map(|name| b.elements.get(name));
+            given.copied().chain([element]).any(is_other)
+        }
+    }
 }
 
 /// Adds an input behind the ones `before` it.

@@ -284,6 +284,11 @@ pub(super) fn cast(b: &mut Builder, mut call: Call<'_>, to: DataType) -> Folded 
         return Ok(NamedValue::Float(input));
     }
     let is_constant = matches!(b.values[input].source, Source::Constant(_));
+    if is_constant && types::kind(to) == Kind::Integer && b.other_floats.contains(&input) {
+        return refuse(
+            " where the model computes the numbers from constants (compute them in FLOAT or INT64)",
+        );
+    }
     let elements = match &b.values[input].source {
         Source::Constant(elements) => Some(elements.clone()),
         Source::Node if types::kind(to) == Kind::Integer => foreseen::elements(b, &call.site, input)?,

@@ -86,6 +86,48 @@ fn casts_that_may_not_fit_are_refused() {
 }
 
 #[test]
+fn positions_by_arithmetic_in_other_float_types_are_refused() {
+    let model = |kind: i64| {
+        let mut probe = Probe::new(17, &[50]);
+        let p = &mut probe;
+        let (table, first, end, one) = (p.param(&[80]), p.index(0), p.index(50), p.index(1));
+        let numbers = p.node("Range", &[&first, &end, &one], vec![]);
+        let numbers = p.node("Cast", &[&numbers], vec![int("to", kind)]);
+        let factor = p.constant(&[], vec![1.4]);
+        let factor = p.node("Cast", &[&factor], vec![int("to", kind)]);
+        let product = p.node("Mul", &[&numbers, &factor], vec![]);
+        let whole = p.node("Floor", &[&product], vec![]);
+        let places = p.node("Cast", &[&whole], vec![int("to", 7)]);
+        let picked = p.node("Gather", &[&table, &places], vec![]);
+        let output = p.node("Mul", &["x", &picked], vec![]);
+        probe.finish(&output)
+    };
+    Graph::read(&model(1)).unwrap();
+    // DOUBLE gives 62 for 45 times 1.4, FLOAT gives 63.
+    for kind in [10, 11, 16] {
+        refused(&model(kind), "range is not known");
+    }
+}
+
+#[test]
+fn sizes_by_arithmetic_in_other_float_types_are_refused() {
+    let model = |kind: i64| {
+        scaled(17, &[63], |p, x| {
+            let [size, factor] = [45.0, 1.4].map(|number| p.constant(&[1], vec![number]));
+            let [size, factor] = [size, factor].map(|name| p.node("Cast", &[&name], vec![int("to", kind)]));
+            let product = p.node("Mul", &[&size, &factor], vec![]);
+            let whole = p.node("Floor", &[&product], vec![]);
+            let whole = p.node("Cast", &[&whole], vec![int("to", 7)]);
+            let rest = p.shape(&[-1]);
+            let shape = p.node("Concat", &[&rest, &whole], vec![int("axis", 0)]);
+            p.node("Reshape", &[x, &shape], vec![])
+        })
+    };
+    Graph::read(&model(1)).unwrap();
+    refused(&model(11), "casts of DOUBLE to INT64");
+}
+
+#[test]
 fn constants_that_depend_on_the_rows_are_refused() {
     let clipped = scaled(17, &[3], |p, x| {
         let first = p.index(0);
