@@ -70,6 +70,7 @@ pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
 pub(crate) use tensor::float_elements;
 pub use training::{Dropout, Normalization};
+pub(crate) use wiring::reads as read_by;
 
 /// Index of a value in a [`Graph`].
 pub type ValueId = usize;

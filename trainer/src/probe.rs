@@ -226,6 +226,23 @@ impl Probe {
     }
 }
 
+/// A branch of a node `op`, which gives `output`.
+pub(crate) fn branch(name: &str, op: &str, inputs: &[&str], output: &str) -> AttributeProto {
+    let node = NodeProto {
+        input: inputs.iter().map(|input| (*input).to_owned()).collect(),
+        output: vec![output.to_owned()],
+        op_type: Some(op.into()),
+        ..Default::default()
+    };
+    let graph = GraphProto { node: vec![node], output: vec![info(output, None)], ..Default::default() };
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Graph as i32),
+        g: Some(graph),
+        ..Default::default()
+    }
+}
+
 /// A float tensor; with a shape, its first dimension is the batch.
 pub(crate) fn info(name: &str, row: Option<&[i64]>) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};

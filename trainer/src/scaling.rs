@@ -12,6 +12,7 @@ use thiserror::Error;
 
 use crate::data::Columns;
 use crate::error::Result;
+use crate::graph::read_by;
 use crate::source;
 
 #[cfg(test)]
@@ -39,7 +40,7 @@ pub(crate) struct Reread {
 pub(crate) fn check(model: &ModelProto, output: &str) -> Result<(), Reread> {
     let graph = model.graph.as_ref().filter(|graph| graph.output.len() > 1);
     let mut nodes = graph.into_iter().flat_map(|graph| &graph.node);
-    match nodes.find(|node| node.input.iter().any(|input| input == output)) {
+    match nodes.find(|node| read_by(node).contains(&output)) {
         Some(node) => Err(Reread { node: node.name().to_owned(), output: output.to_owned() }),
         None => Ok(()),
     }

@@ -232,6 +232,10 @@ impl Flattening {
         for name in wiring::defined(branch) {
             names.entry(name.to_owned()).or_insert_with(|| format!("{scope}/{name}"));
         }
+        let read = branch.node.iter().flat_map(wiring::reads);
+        for name in read.chain(branch.output.iter().map(|info| info.name())) {
+            *self.b.reads.entry(resolved(&names, name)).or_default() += 1;
+        }
         for tensor in &branch.initializer {
             if tensor::is_float(tensor) && !tensor.dims.is_empty() {
                 return Err(site.form(format!(

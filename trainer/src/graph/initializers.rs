@@ -21,7 +21,7 @@ use super::ahead;
 use super::builder::{Builder, NamedValue, NodeRef};
 use super::folded::{self, Stand};
 use super::ints::Ints;
-use super::{Dim, GraphError, ParamSpec, Source, tensor};
+use super::{Dim, GraphError, ParamSpec, Source, tensor, wiring};
 
 const KIND: &str = "pkg.torch.export.graph_signature.InputSpec.kind";
 const PARAMETER: &str = "PARAMETER";
@@ -110,9 +110,10 @@ pub(super) struct Roles<'a> {
 impl<'a> Roles<'a> {
     pub(super) fn of(model: &'a ModelProto, graph: &'a GraphProto) -> Roles<'a> {
         // Exporters write equal tensors once and give the second one a name by Identity.
-        let aliases: HashMap<&str, &str> = graph
-            .node
+        let nodes: Vec<&'a NodeProto> = graph.node.iter().flat_map(wiring::within).collect();
+        let aliases: HashMap<&str, &str> = nodes
             .iter()
+            .copied()
             .filter(|node| node.op_type() == "Identity")
             .filter_map(|node| Some((node.output.first()?.as_str(), node.input.first()?.as_str())))
             .collect();
@@ -120,7 +121,7 @@ impl<'a> Roles<'a> {
             let read = |node: &'a NodeProto| {
                 inputs(node.op_type()).iter().filter_map(|index| node.input.get(*index)).map(String::as_str)
             };
-            let names = graph.node.iter().flat_map(read);
+            let names = nodes.iter().copied().flat_map(read);
             names.flat_map(|name| [name, aliases.get(name).copied().unwrap_or(name)]).collect()
         };
         let exported = has_marks(graph);

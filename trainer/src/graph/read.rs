@@ -194,7 +194,8 @@ pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, G
 
 fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Result<Graph, GraphError> {
     let flat = branches::flattened(model, wanted)?;
-    let model = flat.as_ref().unwrap_or(model);
+    let given = model;
+    let model = flat.as_ref().unwrap_or(given);
     let opset = opset(model)?;
     let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
@@ -217,7 +218,7 @@ fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Resu
     let mut b = Builder {
         opset,
         is_from_pytorch: model.producer_name() == "pytorch",
-        reads: training::reads(proto),
+        reads: training::reads_in_both(proto, given),
         budget: Budget::of(proto),
         ..Builder::default()
     };

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 
 use super::builder::{Builder, Call, NamedValue, NodeRef};
-use super::{Dim, GraphError, Op, ParamSpec, Source, ValueId, shape};
+use super::{Dim, GraphError, Op, ParamSpec, Source, ValueId, shape, wiring};
 
 /// The remedy for statistics that are not a node's own.
 const EXPORT: &str =
@@ -53,14 +53,25 @@ pub struct Dropout {
     pub seed: Option<i64>,
 }
 
-/// How often nodes read each tensor; an output of the graph counts as well.
+/// How often nodes and their branches read each tensor; an output of the graph counts as well.
 pub(super) fn reads(proto: &GraphProto) -> HashMap<String, usize> {
     let mut reads = HashMap::new();
-    let inputs = proto.node.iter().flat_map(|node| &node.input).map(String::as_str);
+    let inputs = proto.node.iter().flat_map(wiring::reads);
     for name in inputs.chain(proto.output.iter().map(|info| info.name())) {
         *reads.entry(name.to_owned()).or_default() += 1;
     }
     reads
+}
+
+/// [`reads`] of a graph without branches and of the model that it was made from, whichever are more: the published
+/// model keeps the branches that are not taken.
+pub(super) fn reads_in_both(flat: &GraphProto, model: &ModelProto) -> HashMap<String, usize> {
+    let mut found = reads(flat);
+    for (name, count) in model.graph.as_ref().map(reads).into_iter().flatten() {
+        let most = found.entry(name).or_default();
+        *most = count.max(*most);
+    }
+    found
 }
 
 /// Refuses nodes in training mode on which the model's other outputs alone depend: the published model, which keeps
@@ -83,8 +94,8 @@ pub(super) fn check_others(
         ("Dropout", _) => is_given(node.input.get(2)),
         _ => false,
     };
-    let mut others = proto.node.iter().filter(|node| !read.contains(&std::ptr::from_ref(*node)));
-    match others.find(trains) {
+    let others = proto.node.iter().filter(|node| !read.contains(&std::ptr::from_ref(*node)));
+    match others.flat_map(wiring::within).find(trains) {
         None => Ok(()),
         Some(node) => Err(NodeRef::of(node).form(format!(
             "it is in training mode, and output {output:?}, which the loss reads, does not depend on it: export the \
@@ -108,6 +119,11 @@ pub(super) fn check_statistics(b: &Builder, call: &Call<'_>) -> Result<(), Graph
             )));
         }
     }
+    check_outputs(b, call)
+}
+
+/// Refuses a node in training mode with a further output that is read: the published model has the first one alone.
+fn check_outputs(b: &Builder, call: &Call<'_>) -> Result<(), GraphError> {
     match call.more_outputs().find(|name| b.reads.contains_key(*name)) {
         Some(name) => Err(call.site.form(format!(
             "its output {name:?} is read by another node or is an output of the graph; only its first output may be used"
@@ -181,6 +197,7 @@ pub(super) fn dropout(b: &mut Builder, mut call: Call<'_>) -> Result<NamedValue,
     if !(0.0..1.0).contains(&ratio) {
         return Err(call.site.form(format!("ratio = {ratio}: allowed are 0 to below 1")));
     }
+    check_outputs(b, &call)?;
     let (input, is_merged) = call.merged(b, 0)?;
     let index = b.dropouts.len();
     b.dropouts.push(Dropout { node: call.site.node.clone(), ratio, seed });

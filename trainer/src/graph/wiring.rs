@@ -128,10 +128,22 @@ pub(super) fn producers<'a>(
 }
 
 /// The tensors that a node reads, those that its branches read from outside among them.
-pub(super) fn reads(node: &NodeProto) -> Vec<&str> {
+pub(crate) fn reads(node: &NodeProto) -> Vec<&str> {
     let mut found: Vec<&str> = node.input.iter().map(String::as_str).collect();
-    for branch in node.attribute.iter().filter_map(|attribute| attribute.g.as_ref()) {
-        found.extend(free(branch));
+    found.extend(branches(node).flat_map(free));
+    found
+}
+
+/// The branches of a node.
+fn branches(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
+    node.attribute.iter().filter_map(|attribute| attribute.g.as_ref())
+}
+
+/// A node and those of its branches.
+pub(super) fn within(node: &NodeProto) -> Vec<&NodeProto> {
+    let mut found = vec![node];
+    for branch in branches(node) {
+        found.extend(branch.node.iter().flat_map(within));
     }
     found
 }

@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use super::InitError;
 use super::proto::{GraphBuilder, rows_info};
-use crate::graph::{Dim, Graph, GraphError, has_marks};
+use crate::graph::{Dim, Graph, GraphError, has_marks, read_by};
 pub use crate::model::ModelFileError;
 pub use sizes::NamedSize;
 
@@ -249,7 +249,7 @@ fn cut_at(graph: &mut GraphProto, value: &str) {
     while let Some(value) = open.pop() {
         let Some(at) = made_by.get(value).copied() else { continue };
         if kept.insert(at) {
-            for input in &graph.node[at].input {
+            for input in read_by(&graph.node[at]) {
                 if needed.insert(input) {
                     open.push(input);
                 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::engine::{Device, Engine, Loss};
-use crate::probe::{numbers, run_reference, runtime};
+use crate::probe::{Probe, branch, info, numbers, run_reference, runtime};
 
 #[test]
 fn moments_are_those_of_all_values() {
@@ -41,4 +41,24 @@ fn models_give_the_numbers_of_the_dataset() {
     let mut twice = again.export();
     scale.undo(&mut twice, again.graph().output_name(), &again.output_row());
     run_reference(runtime(), &twice, &[3], 5, &inputs).unwrap();
+}
+
+#[test]
+fn a_branch_that_computes_on_with_the_output_is_refused() {
+    let model = |read: &str| {
+        let mut probe = Probe::new(17, &[4]);
+        let (w, condition) = (probe.param(&[4]), probe.flags(&[], &[true]));
+        let output = probe.node("Mul", &["x", &w], vec![]);
+        let inputs = [if read == "output" { output.as_str() } else { "x" }];
+        let sides = ["then_branch", "else_branch"].map(|side| branch(side, "Tanh", &inputs, side));
+        let second = probe.node("If", &[&condition], sides.to_vec());
+        let mut model = probe.finish(&output);
+        model.graph.as_mut().unwrap().output.push(info(&second, None));
+        (model, output)
+    };
+    let (apart, output) = model("x");
+    check(&apart, &output).unwrap();
+    let (joined, output) = model("output");
+    let error = check(&joined, &output).unwrap_err().to_string();
+    assert!(error.contains("computes on with output"), "{error}");
 }

@@ -135,3 +135,70 @@ fn places_of_a_pool_are_for_unpooling_alone() {
     refused(&model(1, "MaxUnpool"), "windows of its MaxPool overlap");
     refused(&model(2, "Mul"), "mixes rows");
 }
+
+/// An `If` that is taken, with these nodes in either branch, which give `then` and `other`.
+fn taken(probe: &mut Probe, then: NodeProto, other: NodeProto) -> String {
+    let condition = probe.flags(&[], &[true]);
+    let [first, second] = [&then, &other].map(|node| node.output[0].clone());
+    let then = graph("then_branch", vec![then], &[], &[&first]);
+    let other = graph("else_branch", vec![other], &[], &[&second]);
+    probe.node("If", &[&condition], vec![then, other])
+}
+
+#[test]
+fn operands_that_a_branch_reads_from_outside_are_constants() {
+    let mut probe = Probe::new(17, &[4]);
+    let (w, low) = (probe.param(&[4]), probe.param_of(&[], vec![-0.5]));
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let clip = inner("Clip", &[&scaled, &low], "bent");
+    let out = taken(&mut probe, clip, inner("Identity", &[&scaled], "same"));
+    let mut model = probe.finish(&out);
+    // PyTorch's earlier exporter keeps parameters of rank 0.
+    model.producer_name = Some("pytorch".into());
+    assert_eq!(names(&Graph::read(&model).unwrap()), [w]);
+}
+
+#[test]
+fn a_branch_reads_the_places_of_a_pool_outside() {
+    let mut probe = Probe::new(17, &[1, 4, 4]);
+    let w = probe.param(&[4, 4]);
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let attributes = vec![ints("kernel_shape", &[2, 2]), ints("strides", &[2, 2])];
+    let found = probe.nodes("MaxPool", &[&scaled], attributes.clone(), 2);
+    let unpool = NodeProto { attribute: attributes, ..inner("MaxUnpool", &[&found[0], &found[1]], "wide") };
+    let out = taken(&mut probe, unpool, inner("Identity", &[&scaled], "same"));
+    Graph::read(&probe.finish(&out)).unwrap();
+}
+
+/// A dropout in training mode, and an `If` of which the branch that is not taken reads its mask.
+#[test]
+fn a_mask_that_only_another_branch_reads_is_refused() {
+    let mut probe = Probe::new(17, &[4]);
+    let (w, ratio, trains) = (probe.param(&[4]), probe.constant(&[], vec![0.25]), probe.index(1));
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let found = probe.nodes("Dropout", &[&scaled, &ratio, &trains], vec![], 2);
+    let mask = inner("Identity", &[&found[1]], "mask");
+    let out = taken(&mut probe, inner("Tanh", &[&found[0]], "bent"), mask);
+    refused(&probe.finish(&out), "only its first output may be used");
+}
+
+#[test]
+fn a_branch_of_another_output_in_training_mode_is_refused() {
+    let model = |trains: i64| {
+        let mut probe = Probe::new(17, &[4]);
+        let (w, ratio) = (probe.param(&[4]), probe.constant(&[], vec![0.25]));
+        let scaled = probe.node("Mul", &["x", &w], vec![]);
+        let trains = if trains == 1 { probe.index(1) } else { String::new() };
+        let drop = inner("Dropout", &[&scaled, &ratio, &trains], "less");
+        let other = taken(&mut probe, drop, inner("Identity", &[&scaled], "same"));
+        let out = probe.node("Tanh", &[&scaled], vec![]);
+        let mut model = probe.finish(&out);
+        model.graph.as_mut().unwrap().output.push(info(&other, None));
+        (model, out)
+    };
+    let (model_in_evaluation, out) = model(0);
+    Graph::read_output(&model_in_evaluation, Some(&out)).unwrap();
+    let (model_in_training, out) = model(1);
+    let error = Graph::read_output(&model_in_training, Some(&out)).unwrap_err().to_string();
+    assert!(error.contains("it is in training mode, and output"), "{error}");
+}

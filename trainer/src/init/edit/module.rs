@@ -8,6 +8,8 @@ use std::collections::HashSet;
 
 use millrace_bundle::onnx::{GraphProto, NodeProto};
 
+use crate::graph::read_by;
+
 const SCOPES: &str = "pkg.torch.onnx.name_scopes";
 
 /// The values that a module gives: those of its nodes that others read, or that the graph gives. `name` is the path
@@ -18,8 +20,7 @@ pub(super) fn results(graph: &GraphProto, name: &str) -> Vec<String> {
         graph.node.iter().partition(|node| modules(node).contains(&path));
     let read: HashSet<&str> = outside
         .iter()
-        .flat_map(|node| &node.input)
-        .map(String::as_str)
+        .flat_map(|node| read_by(node))
         .chain(graph.output.iter().map(|output| output.name()))
         .filter(|value| !value.is_empty())
         .collect();

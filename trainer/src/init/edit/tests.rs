@@ -320,3 +320,18 @@ fn a_dimension_of_the_inputs_gets_its_size_wherever_it_is_named() {
         assert!(text.parse::<NamedSize>().unwrap_err().contains("NAME=SIZE"), "{text}");
     }
 }
+
+#[test]
+fn a_cut_keeps_what_branches_read_from_outside() {
+    use crate::probe::{Probe, branch};
+    let mut probe = Probe::new(17, &[4]);
+    let (w, factor, condition) = (probe.param(&[4, 4]), probe.param(&[4]), probe.flags(&[], &[true]));
+    let product = probe.node("MatMul", &["x", &w], vec![]);
+    let bent = probe.node("Tanh", &[&product], vec![]);
+    let then = branch("then_branch", "Mul", &[&bent, &factor], "scaled");
+    let other = branch("else_branch", "Identity", &[&product], "same");
+    let chosen = probe.node("If", &[&condition], vec![then, other]);
+    let out = probe.node("Relu", &[&chosen], vec![]);
+    let edited = apply(&probe.finish(&out), Some(&chosen), &["linear=2"]).unwrap();
+    assert_eq!(names(&edited), [w.as_str(), &factor, &condition, "head.1.weight", "head.1.bias"]);
+}
