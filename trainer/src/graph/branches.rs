@@ -9,16 +9,20 @@ use std::collections::{HashMap, HashSet};
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto};
+use prost::Message;
 
 use super::GraphError;
 use super::budget::Budget;
 use super::builder::{Builder, NamedValue, NodeRef, VALUES_MAX};
 use super::initializers::Roles;
 use super::ints::Ints;
-use super::{read, tensor, training, wiring};
+use super::{QUOTED_CALL, read, tensor, training, wiring};
 
 /// Most steps of a loop, each of which becomes nodes of its own.
 const STEPS_MAX: i64 = 1024;
+
+/// Most bytes that branches and the steps of loops may become: a few kilobytes can describe nodes without bound.
+const COPIED_MAX: usize = 1 << 28;
 
 /// The names of a branch, by those that its file gives.
 type Names = HashMap<String, String>;
@@ -52,7 +56,7 @@ pub(super) fn flattened(model: &ModelProto, wanted: Option<&str>) -> Result<Opti
         ..Builder::default()
     };
     read::begin(&mut b, proto, &Roles::of(model, proto), &declared, &order, false)?;
-    let mut flattening = Flattening { b, nodes: Vec::new(), scopes: 0, depth: 0 };
+    let mut flattening = Flattening { b, nodes: Vec::new(), scopes: 0, depth: 0, copied: 0 };
     for node in &order {
         flattening.take(node)?;
     }
@@ -75,10 +79,27 @@ struct Flattening {
     scopes: usize,
     /// Branches around the current node.
     depth: usize,
+    /// Bytes of the nodes of branches and of their names so far, at most [`COPIED_MAX`].
+    copied: usize,
 }
 
 impl Flattening {
+    /// Counts bytes before they are copied.
+    fn charge(&mut self, bytes: usize, site: &NodeRef) -> Result<(), GraphError> {
+        self.copied = self.copied.saturating_add(bytes);
+        if self.copied <= COPIED_MAX {
+            return Ok(());
+        }
+        Err(site.form(format!(
+            "its branches and steps would become more than {COPIED_MAX} bytes of nodes (export fewer steps, shorter names \
+             and no comments, and pass constants to the loop from outside)"
+        )))
+    }
+
     fn take(&mut self, node: &NodeProto) -> Result<(), GraphError> {
+        if self.depth > 0 {
+            self.charge(node.encoded_len(), &NodeRef::of(node))?;
+        }
         if is_branching(node) {
             self.depth += 1;
             let done = if node.op_type() == "If" { self.choose(node) } else { self.repeat(node) };
@@ -177,6 +198,8 @@ impl Flattening {
                 names.insert(info.name().to_owned(), value.clone());
             }
             let names = self.inline(body, &site, names)?;
+            let given = body.output.iter().filter_map(|info| names.get(info.name()));
+            self.charge(given.map(String::len).sum(), &site)?;
             let mut results = body.output.iter().map(|info| resolved(&names, info.name()));
             let condition = results.next().unwrap_or_default();
             goes_on = self.known(&condition).ok_or_else(|| unknown("the condition of its next step"))? != 0;
@@ -229,9 +252,13 @@ impl Flattening {
     fn inline(&mut self, branch: &GraphProto, site: &NodeRef, mut names: Names) -> Result<Names, GraphError> {
         let scope = format!("{}@{}", site.node, self.scopes);
         self.scopes += 1;
-        for name in wiring::defined(branch) {
+        let defined = wiring::defined(branch);
+        self.charge(defined.iter().map(|name| scope.len() + name.len()).sum(), site)?;
+        for name in defined {
             names.entry(name.to_owned()).or_insert_with(|| format!("{scope}/{name}"));
         }
+        let copied = branch.node.iter().map(|node| node.encoded_len() + renamed_bytes(node, &names));
+        self.charge(copied.sum(), site)?;
         let read = branch.node.iter().flat_map(wiring::reads);
         for name in read.chain(branch.output.iter().map(|info| info.name())) {
             *self.b.reads.entry(resolved(&names, name)).or_default() += 1;
@@ -249,6 +276,8 @@ impl Flattening {
         }
         for node in &branch.node {
             let mut own = node.clone();
+            own.doc_string = None;
+            own.metadata_props.retain(|entry| entry.key() == QUOTED_CALL);
             rename(&mut own, &names);
             self.take(&own)?;
         }
@@ -289,6 +318,15 @@ fn graph_of<'a>(node: &'a NodeProto, name: &str) -> Result<&'a GraphProto, Graph
 /// The name of a tensor of a branch, or of one outside.
 fn resolved(names: &Names, name: &str) -> String {
     names.get(name).map_or_else(|| name.to_owned(), Clone::clone)
+}
+
+/// Bytes of the new names that [`rename`] writes, at most.
+fn renamed_bytes(node: &NodeProto, names: &Names) -> usize {
+    let nodes = wiring::within(node);
+    let tensors = nodes.iter().flat_map(|node| node.input.iter().chain(&node.output)).map(String::as_str);
+    let results = nodes.iter().flat_map(|node| wiring::branches(node)).flat_map(|branch| &branch.output);
+    let all = tensors.chain(results.map(|info| info.name()));
+    all.filter_map(|name| names.get(name)).map(String::len).sum()
 }
 
 /// Gives the tensors of a node their new names, in its branches as well where these read them from outside.

@@ -135,7 +135,7 @@ pub(crate) fn reads(node: &NodeProto) -> Vec<&str> {
 }
 
 /// The branches of a node.
-fn branches(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
+pub(super) fn branches(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
     node.attribute.iter().filter_map(|attribute| attribute.g.as_ref())
 }
 

@@ -86,6 +86,18 @@ fn loops_run_their_steps_within_a_bound() {
 }
 
 #[test]
+fn steps_that_become_too_many_bytes_are_refused() {
+    let model = |bytes: usize| {
+        let mut model = repeated(1000, &["still", "next"]);
+        let node = model.graph.as_mut().unwrap().node.last_mut().unwrap();
+        node.attribute[0].g.as_mut().unwrap().node[1].doc_string = Some("x".repeat(bytes));
+        model
+    };
+    assert_eq!(Graph::read(&model(1 << 10)).unwrap().nodes().len(), 1001);
+    refused(&model(1 << 20), "bytes of nodes");
+}
+
+#[test]
 fn numbers_of_rows_are_read_at_parts_of_the_row_only() {
     let model = |used: &str| {
         let mut probe = Probe::new(17, &[4]);
