@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use super::arithmetic::{choose, compare_values, map};
 use super::builder::{Builder, NodeRef};
+use super::read::INDEX_BELOW;
 use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId};
 
 /// Most values that one search visits, and how deep it goes.
@@ -29,7 +30,8 @@ pub(super) fn range(b: &Builder, value: ValueId) -> Option<Range> {
 }
 
 /// Computed positions that lie in a table of `size` rows, and whether any of them may have counted from its end.
-/// `None` if they may lie outside. Inputs that the positions are computed from get the bound `size` where it takes one.
+/// `None` if they may lie outside. Where that takes a bound, the inputs that the positions are computed from get the
+/// largest one that keeps them within.
 pub(super) fn within(
     b: &mut Builder,
     site: &NodeRef,
@@ -40,13 +42,24 @@ pub(super) fn within(
     let fits = |range: &Range| range.0 >= -limit && range.1 < limit;
     let mut found = range(b, positions).filter(fits);
     if found.is_none() {
-        let mut search = Search::new(b, size, false);
-        found = search.range(positions).filter(fits);
+        // Ranges grow with the bound: `least` fits, `beyond` does not. An input that may be 0 alone says nothing.
+        let (mut least, mut beyond) = (size.min(2), INDEX_BELOW);
+        let mut search = Search::new(b, least, false);
+        if search.range(positions).filter(fits).is_some() {
+            while beyond - least > 1 {
+                let middle = least.midpoint(beyond);
+                match search.below(middle).range(positions).filter(fits) {
+                    Some(_) => least = middle,
+                    None => beyond = middle,
+                }
+            }
+            found = search.below(least).range(positions).filter(fits);
+        }
         if found.is_some() {
             for (origin, _) in search.origins {
                 for place in origin.iter() {
                     let below = &mut b.index_bounds[*place as usize];
-                    *below = (*below).min(size);
+                    *below = (*below).min(least);
                 }
             }
         }
@@ -68,18 +81,55 @@ struct Search<'a> {
     /// The search is for a side of a condition, and follows no further conditions.
     is_apart: bool,
     visited: HashMap<ValueId, Option<Range>>,
+    /// Ranges that depend on no assumed bound.
+    decided: HashMap<ValueId, Option<Range>>,
     /// The places of the inputs that were read, and their ranges.
     origins: Vec<(Rc<[u32]>, Range)>,
 }
 
 impl<'a> Search<'a> {
     fn new(b: &'a Builder, below: u32, is_apart: bool) -> Search<'a> {
-        Search { b, below, is_apart, visited: HashMap::new(), origins: Vec::new() }
+        let (visited, decided) = (HashMap::new(), HashMap::new());
+        Search { b, below, is_apart, visited, decided, origins: Vec::new() }
+    }
+
+    /// Begins the search again with another bound.
+    fn below(&mut self, below: u32) -> &mut Search<'a> {
+        self.below = below;
+        self.visited.clear();
+        self.origins.clear();
+        self
     }
 
     /// The range of a value that only decides on others: it needs no bound, and none is assumed.
-    fn apart(&self, value: ValueId) -> Option<Range> {
-        if self.is_apart { None } else { Search::new(self.b, u32::MAX, true).range(value) }
+    fn apart(&mut self, value: ValueId) -> Option<Range> {
+        if self.is_apart {
+            return None;
+        }
+        let b = self.b;
+        *self.decided.entry(value).or_insert_with(|| Search::new(b, u32::MAX, true).range(value))
+    }
+
+    /// The range of the parts of a value joined along an axis of which `is_taken` takes elements, given the place of the
+    /// first one and that behind the last one. `None` if the value is not joined along that axis.
+    fn parts(
+        &mut self,
+        value: ValueId,
+        axis: usize,
+        is_taken: impl Fn(usize, usize) -> bool,
+    ) -> Option<Option<Range>> {
+        let b = self.b;
+        let node = b.node_of(value).filter(|node| node.op == Op::Concat(axis))?;
+        let (mut start, mut all): (usize, Option<Range>) = (0, None);
+        for input in &node.inputs {
+            let Dim::Fixed(size) = b.dims(*input)[axis] else { return None };
+            if is_taken(start, start + size) {
+                let Some(own) = self.range(*input) else { return Some(None) };
+                all = Some(all.map_or(own, |all| union(all, own)));
+            }
+            start += size;
+        }
+        Some(all)
     }
 
     fn range(&mut self, value: ValueId) -> Option<Range> {
@@ -108,11 +158,7 @@ impl<'a> Search<'a> {
             return Some(found);
         }
         if let Source::Constant(elements) = &b.values[value].source {
-            let is_whole = |element: &f32| element.is_finite() && element.fract() == 0.0;
-            if !elements.iter().all(is_whole) {
-                return None;
-            }
-            return elements.iter().map(|element| f64::from(*element)).map(|at| (at, at)).reduce(union);
+            return *self.decided.entry(value).or_insert_with(|| constant(elements));
         }
         let node = b.node_of(value)?;
         let inputs = &node.inputs[..];
@@ -175,6 +221,17 @@ impl<'a> Search<'a> {
                 is_exact.then_some((low * size, high * size))
             }
             Op::Max(_) | Op::Pick(_) => self.range(inputs[0]),
+            Op::Slice { axis, start } => {
+                let end = start + b.dims(value)[*axis].at(1);
+                let found = self.parts(inputs[0], *axis, |first, behind| first < end && *start < behind);
+                found.unwrap_or_else(|| self.range(inputs[0]))
+            }
+            Op::Select { axis, positions } => {
+                let is_taken =
+                    |first: usize, behind: usize| positions.iter().any(|at| (first..behind).contains(at));
+                let found = self.parts(inputs[0], *axis, is_taken);
+                found.unwrap_or_else(|| self.range(inputs[0]))
+            }
             op if op.moves() => self.range(inputs[0]),
             _ => None,
         }
@@ -233,7 +290,7 @@ impl<'a> Search<'a> {
     }
 
     /// The range of a comparison, which is one number where those of its sides tell them apart.
-    fn comparison(&self, value: ValueId) -> Range {
+    fn comparison(&mut self, value: ValueId) -> Range {
         let b = self.b;
         let Some(node) = b.node_of(value) else { return (0.0, 1.0) };
         let Op::Compare(kind) = node.op else { return (0.0, 1.0) };
@@ -265,6 +322,15 @@ fn number(b: &Builder, value: ValueId) -> Option<f32> {
         },
         _ => None,
     }
+}
+
+/// The range of constant whole numbers.
+fn constant(elements: &[f32]) -> Option<Range> {
+    let is_whole = |element: &f32| element.is_finite() && element.fract() == 0.0;
+    if !elements.iter().all(is_whole) {
+        return None;
+    }
+    elements.iter().map(|element| f64::from(*element)).map(|at| (at, at)).reduce(union)
 }
 
 fn union(first: Range, second: Range) -> Range {

@@ -214,10 +214,13 @@ fn computed_positions_bound_the_tokens_or_are_refused() {
     // The smaller one is within the table for any token.
     assert_eq!(tokens(&bent("Min", 4)), [1 << 24; 4]);
     assert_eq!(tokens(&bent("Mod", 5)), [1 << 24; 4]);
-    assert_eq!(tokens(&bent("Div", 2)), [5; 4]);
+    assert_eq!(tokens(&bent("Div", 2)), [10; 4]);
+    assert_eq!(tokens(&bent("Div", 100)), [500; 4]);
+    assert_eq!(tokens(&bent("Add", 2)), [3; 4]);
+    assert_eq!(tokens(&bent("Mul", 2)), [3; 4]);
     // A position may count from the end.
-    assert_eq!(tokens(&bent("Sub", 5)), [5; 4]);
-    for (op, other) in [("Add", 1), ("Mul", 2), ("Sub", 6), ("Max", 5), ("Div", 0), ("Mul", i64::MAX)] {
+    assert_eq!(tokens(&bent("Sub", 5)), [10; 4]);
+    for (op, other) in [("Add", 4), ("Mul", 5), ("Sub", 6), ("Max", 5), ("Div", 0), ("Mul", i64::MAX)] {
         refused(&bent(op, other), "range is not known");
     }
     let of_many = at_tokens(|p| {
@@ -228,4 +231,26 @@ fn computed_positions_bound_the_tokens_or_are_refused() {
         places
     });
     refused(&of_many, "range is not known");
+}
+
+#[test]
+fn positions_of_several_axes_are_bound_by_their_own_axis() {
+    let mut probe = Probe::new(17, &[2]);
+    probe.of_integers();
+    probe.graph.input.push(info("y", Some(&[3, 100])));
+    let p = &mut probe;
+    let w = p.param(&[100]);
+    let scaled = p.node("Mul", &["y", &w], vec![]);
+    let rows = p.node("Shape", &["x"], vec![int("start", 0), int("end", 1)]);
+    let rows = p.node("Squeeze", &[&rows], vec![]);
+    let (first, step, last) = (p.index(0), p.index(1), p.shape(&[-1]));
+    let numbers = p.node("Range", &[&first, &rows, &step], vec![]);
+    let numbers = p.node("Unsqueeze", &[&numbers, &last], vec![]);
+    let [zero, one, two] = [0, 1, 2].map(|at| p.shape(&[at]));
+    let down = p.node("Slice", &["x", &zero, &one, &one], vec![]);
+    let across = p.node("Slice", &["x", &one, &two, &one], vec![]);
+    let places = p.node("Concat", &[&numbers, &down, &across], vec![int("axis", -1)]);
+    let output = p.node("GatherND", &[&scaled, &places], vec![]);
+    let graph = Graph::read(&probe.finish(&output)).unwrap();
+    assert_eq!(graph.inputs()[0].below, Some(vec![3, 100]));
 }
