@@ -106,7 +106,7 @@ impl Flattening {
             self.depth -= 1;
             return done;
         }
-        if self.depth > 0 && trains(node) {
+        if self.depth > 0 && self.trains(node) {
             return Err(NodeRef::of(node).form(
                 "it is in training mode within a branch, where its state could not be exported (export the model in \
                  evaluation mode)",
@@ -226,14 +226,16 @@ impl Flattening {
             return Err(site.form("it takes no step, and its outputs are empty (remove the loop)"));
         }
         let axes_are_input = self.b.opset >= 13;
-        let axes = format!("{own}/axes");
+        let scope = format!("{own}@{}", self.scopes);
+        self.scopes += 1;
+        let axes = format!("{scope}/axes");
         if axes_are_input {
             let list = AttributeProto { ints: vec![0], ..attribute("value_ints", AttributeType::Ints) };
             self.take(&made("Constant", vec![], &axes, vec![list]))?;
         }
         let mut lines = Vec::with_capacity(parts.len());
         for (at, part) in parts.iter().enumerate() {
-            let line = format!("{own}/{at}");
+            let line = format!("{scope}/{at}");
             let (inputs, attributes) = if axes_are_input {
                 (vec![part.clone(), axes.clone()], vec![])
             } else {
@@ -284,6 +286,20 @@ impl Flattening {
         Ok(names)
     }
 
+    /// Whether a node computes something else in training.
+    fn trains(&self, node: &NodeProto) -> bool {
+        match node.op_type() {
+            "BatchNormalization" => {
+                node.output.iter().skip(1).any(|name| !name.is_empty())
+                    || node.attribute.iter().any(|a| a.name() == "training_mode" && a.i() != 0)
+            }
+            "Dropout" => {
+                node.input.get(2).is_some_and(|name| !name.is_empty() && self.known(name) != Some(0))
+            }
+            _ => false,
+        }
+    }
+
     /// The one integer, or truth value, that a name is known to stand for.
     fn known(&self, name: &str) -> Option<i64> {
         match self.b.names.get(name) {
@@ -293,18 +309,6 @@ impl Flattening {
             },
             _ => None,
         }
-    }
-}
-
-/// Whether a node computes something else in training.
-fn trains(node: &NodeProto) -> bool {
-    match node.op_type() {
-        "BatchNormalization" => {
-            node.output.iter().skip(1).any(|name| !name.is_empty())
-                || node.attribute.iter().any(|a| a.name() == "training_mode" && a.i() != 0)
-        }
-        "Dropout" => node.input.get(2).is_some_and(|name| !name.is_empty()),
-        _ => false,
     }
 }
 

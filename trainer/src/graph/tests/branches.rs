@@ -214,3 +214,30 @@ fn a_branch_of_another_output_in_training_mode_is_refused() {
     let error = Graph::read_output(&model_in_training, Some(&out)).unwrap_err().to_string();
     assert!(error.contains("it is in training mode, and output"), "{error}");
 }
+
+#[test]
+fn a_dropout_of_a_branch_may_be_switched_off() {
+    let model = |trains: bool| {
+        let mut probe = Probe::new(17, &[4]);
+        let (w, ratio) = (probe.param(&[4]), probe.constant(&[], vec![0.25]));
+        let trains = probe.flags(&[], &[trains]);
+        let scaled = probe.node("Mul", &["x", &w], vec![]);
+        let drop = inner("Dropout", &[&scaled, &ratio, &trains], "less");
+        let out = taken(&mut probe, drop, inner("Identity", &[&scaled], "same"));
+        probe.finish(&out)
+    };
+    Graph::read(&model(false)).unwrap();
+    refused(&model(true), "in training mode within a branch");
+}
+
+#[test]
+fn joined_steps_take_no_name_of_the_model() {
+    let mut model = repeated(3, &["still", "next", "next"]);
+    let nodes = &mut model.graph.as_mut().unwrap().node;
+    let node = nodes.last_mut().unwrap();
+    node.output.insert(0, "last".into());
+    let other = format!("{}/0", node.output[1]);
+    nodes.push(inner("Identity", &["x"], &other));
+    // The steps come first, but all names are free.
+    refused(&model, "[rows, …] is needed");
+}
