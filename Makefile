@@ -103,7 +103,7 @@ docs: setup-docs ## Build the documentation site in .local/site and check its li
 chart: setup-chart ## Check the Helm chart, manifests and Compose files in deploy/ (needs helm; ARGS=--update renders them again)
 	.local/python-chart/bin/python scripts/chart $(ARGS)
 
-compose-test: setup-compose ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; PROGRAM=BUILT)
+compose-test: setup-test setup-conformance setup-compose ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; PROGRAM=BUILT)
 	scripts/compose-test $(or $(PROGRAM),$(BUILDS)/debug/millrace)
 
 # PROGRAM names a built program, whose images are then in the node's store.
