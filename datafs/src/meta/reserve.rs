@@ -3,7 +3,7 @@
 //! Every change needs space, because SQLite appends it to the log first. So a file beside the metadata holds
 //! some blocks. When a commit that frees space finds none, it releases a part of these blocks and is retried.
 //! Until the blocks are reserved again, every process of the home refuses operations that take space. Only a
-//! part, because whoever fills the disk may take what was released before the commit does.
+//! part, because a process that fills the disk may take what was released before the commit does.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::MetadataExt as _;

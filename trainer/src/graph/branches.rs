@@ -1,8 +1,8 @@
 //! Graphs without branches: `If` and `Loop` nodes, replaced by the nodes that they run.
 //!
 //! PyTorch's earlier exporter writes an `If` where a dimension may be 1, tf2onnx a `Loop` for a recurrent layer of Keras.
-//! What they decide on follows from shapes and constants, which are known while the model is read. The nodes of the
-//! branch that is taken, or of each step, get names of their own. Branches nest.
+//! Their conditions and counts follow from shapes and constants, which are known while the model is read. The nodes of
+//! the branch that is taken, or of each step, get names of their own. Branches nest.
 
 use std::collections::{HashMap, HashSet};
 
