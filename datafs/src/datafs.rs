@@ -114,17 +114,30 @@ impl Datafs {
     }
 }
 
-/// Opens the metadata file of this machine.
+/// Opens the metadata file of this machine. On a full disk, releases the reserve until the file opens or nothing
+/// is left: a process that takes its own back meanwhile, and the one that fills the disk, may be faster.
 fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metadata, Session)> {
     let meta_path = config.meta_path(home);
     create_dir(meta_path.parent().unwrap_or(home))?;
-    Reserve::of(&meta_path).let_open();
-    let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
-    let meta = Metadata::grouped(engine)?;
-    create_dir(sessions_dir)?;
-    let session = Session::start(&meta, sessions_dir)?;
-    meta.take_back_reserve();
-    Ok((meta, session))
+    let reserve = Reserve::of(&meta_path);
+    let mut released = reserve.let_open();
+    let open = || {
+        let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
+        let meta = Metadata::grouped(engine)?;
+        create_dir(sessions_dir)?;
+        let session = Session::start(&meta, sessions_dir)?;
+        Ok((meta, session))
+    };
+    let opened = loop {
+        match open() {
+            Err(Error::NoSpace { .. }) if reserve.release() => released = true,
+            opened => break opened,
+        }
+    };
+    if released || opened.is_ok() {
+        reserve.take_back();
+    }
+    opened
 }
 
 fn check_lock_wait(config: &Config) -> Result<()> {

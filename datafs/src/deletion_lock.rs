@@ -98,8 +98,9 @@ fn try_forget_ended(meta: &Metadata, folder: &Path) -> Result<()> {
         let Ok(lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else { continue };
         if let Some(session) = session_of(&entry.file_name())
             && is_proof(&lock)
+            && !forget(meta, session)?
         {
-            forget(meta, session)?;
+            continue;
         }
         // After the records. A file that stays is found again.
         let _ = fs::remove_file(&path);
@@ -113,14 +114,25 @@ fn is_proof(file: &File) -> bool {
     file.read_exact_at(&mut found, 0).is_ok() && content(file).is_ok_and(|expected| expected == found)
 }
 
-fn forget(meta: &Metadata, session: u64) -> Result<()> {
-    let prefix = keys::deletions_of(session);
+/// Removes the records of a session. Returns false, and removes nothing, while a restore may have read them: it writes them
+/// back at its end, and needs the file then.
+fn forget(meta: &Metadata, session: u64) -> Result<bool> {
+    let (prefix, holds) = (keys::deletions_of(session), keys::holds());
     let has_records = meta
         .view(|txn| Ok(!txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, 1)?.is_empty()))?;
-    if has_records {
-        meta.transact_making_room(Durability::Durable, |txn| deletion_record::forget(txn, session))?;
+    if !has_records {
+        let is_held = meta.view(|txn| {
+            Ok(!txn.scan(&holds, &keys::after_prefix(&holds), Order::Ascending, 1)?.is_empty())
+        })?;
+        return Ok(!is_held);
     }
-    Ok(())
+    meta.transact_making_room(Durability::Durable, |txn| {
+        if !txn.scan(&holds, &keys::after_prefix(&holds), Order::Ascending, 1)?.is_empty() {
+            return Ok(false);
+        }
+        deletion_record::forget(txn, session)?;
+        Ok(true)
+    })
 }
 
 #[cfg(test)]

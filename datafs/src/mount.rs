@@ -38,6 +38,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::fs::View;
 
+pub use fuse::point::mount_points;
 pub use fuse::session::{End, Mount, Stopper};
 use fuse::{point, session};
 pub use handover::{HeldMount, Holder, HolderOptions, can_hand_over, held, umount_held};

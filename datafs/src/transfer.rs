@@ -15,7 +15,8 @@ mod walk;
 mod xattr;
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use object_store::ObjectStore;
@@ -92,8 +93,8 @@ impl Datafs {
     ///
     /// # Errors
     /// [`Error::NotFound`] when the source does not exist, [`Error::IsADirectory`] for a folder without
-    /// `recursive`, [`Error::Invalid`] when the copy was stopped or an option is wrong. Failures of single
-    /// files are in the report.
+    /// `recursive`, [`Error::Invalid`] when the copy was stopped, an option is wrong, or a folder would be copied into
+    /// itself. Failures of single files are in the report.
     pub fn copy(
         &self,
         from: &Endpoint,
@@ -118,7 +119,15 @@ impl Datafs {
             }
         };
         let mut into = target(to);
-        if source.root()?.kind == tree::Kind::File
+        let kind = source.root()?.kind;
+        if kind == tree::Kind::Folder && to.is_inside(from) {
+            return Err(Error::Invalid(
+                "cannot copy a folder into itself: the target is inside the source, and the copy would have no end; name a \
+                 target outside of it, or copy from a snapshot"
+                    .into(),
+            ));
+        }
+        if kind == tree::Kind::File
             && into.find(Path::new(""))?.is_some_and(|there| there.kind == tree::Kind::Folder)
         {
             into = target(&to.join(from.file_name()));
@@ -136,6 +145,24 @@ impl Endpoint {
         }
     }
 
+    /// Whether it is below the folder of another one, as far as their paths tell: a volume and its mount are not compared.
+    fn is_inside(&self, other: &Endpoint) -> bool {
+        match (self, other) {
+            (Endpoint::Local(own), Endpoint::Local(other)) => {
+                let (own, other) = (without_links(own), without_links(other));
+                own != other && own.starts_with(other)
+            }
+            (Endpoint::Volume(view, own), Endpoint::Volume(other_view, other)) => {
+                let (own, other) = (without_dots(own), without_dots(other));
+                view.spec() == other_view.spec() && own != other && own.starts_with(other)
+            }
+            (Endpoint::Bucket(store, own), Endpoint::Bucket(other_store, other)) => {
+                store.to_string() == other_store.to_string() && own != other && own.prefix_matches(other)
+            }
+            _ => false,
+        }
+    }
+
     /// The endpoint of a name below it.
     fn join(&self, name: OsString) -> Endpoint {
         match self {
@@ -146,4 +173,30 @@ impl Endpoint {
             }
         }
     }
+}
+
+/// A local path with the links in its longest part that exists resolved.
+fn without_links(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    for existing in path.ancestors() {
+        if let (Ok(real), Ok(rest)) = (fs::canonicalize(existing), path.strip_prefix(existing)) {
+            return without_dots(&real.join(rest));
+        }
+    }
+    without_dots(&path)
+}
+
+/// A path with `.` and `..` resolved by their names alone, and without a root.
+fn without_dots(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => plain.push(name),
+            Component::ParentDir => {
+                plain.pop();
+            }
+            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+        }
+    }
+    plain
 }

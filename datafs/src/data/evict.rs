@@ -5,6 +5,7 @@
 //! least recently used objects of all. A link in that folder or in a cache is not followed.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -161,7 +162,7 @@ impl Evictor {
         for folder in self.roots().iter().flat_map(|root| directories(root)) {
             for file in fs::read_dir(folder).into_iter().flatten().flatten() {
                 let (path, Ok(data)) = (file.path(), file.metadata()) else { continue };
-                let Some(name) = path.to_str() else { continue };
+                let Some(name) = path.file_name().and_then(OsStr::to_str) else { continue };
                 let used = data.modified().unwrap_or(SystemTime::UNIX_EPOCH);
                 if name.contains('#') {
                     if now.duration_since(used).is_ok_and(|age| age > UNFINISHED_AGE) {
@@ -170,7 +171,7 @@ impl Evictor {
                     }
                     continue;
                 }
-                let image = PathBuf::from(name.strip_suffix(MAP_SUFFIX).unwrap_or(name));
+                let image = path.with_file_name(name.strip_suffix(MAP_SUFFIX).unwrap_or(name));
                 let object = kept.entry(image.clone());
                 let object = object.or_insert(Kept { used: SystemTime::UNIX_EPOCH, bytes: 0, image });
                 object.bytes += disk_bytes(&data);

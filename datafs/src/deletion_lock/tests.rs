@@ -39,6 +39,16 @@ pub(crate) fn records_of_a_killed_process_go_when_its_home_is_opened_again() {
     drop(lock);
     assert_eq!((left(home), files(home)), (2, 0));
 
+    // A restore may have read the records, and writes them back at its end.
+    let lock = take(meta, home, killed).unwrap();
+    put(&datafs, killed);
+    drop(lock);
+    let hold = keys::hold(datafs.shared.session.id());
+    meta.transact(Durability::Durable, |txn| txn.put(&hold, &[0; 12])).unwrap();
+    assert_eq!((left(home), files(home)), (3, 1));
+    meta.transact(Durability::Durable, |txn| txn.delete(&hold)).unwrap();
+    assert_eq!((left(home), files(home)), (2, 0));
+
     // A process that deletes has a file, also while it lives.
     view.write_file("file", &[1; 10_000]).unwrap();
     view.remove_file("file").unwrap();

@@ -178,13 +178,6 @@ impl Metadata {
         }
     }
 
-    /// Reserves again the space that was released to open the metadata.
-    pub(crate) fn take_back_reserve(&self) {
-        if let Kind::Group(group) = &self.0 {
-            group.reserve().take_back();
-        }
-    }
-
     /// Fails while the reserved space is released. For operations that take space outside of the metadata.
     pub(crate) fn check_reserve(&self) -> Result<()> {
         match &self.0 {

@@ -57,12 +57,11 @@ impl Reserve {
         }
     }
 
-    /// Releases [`OPENING_BYTES`] if the metadata could not be opened without them. The caller then calls
-    /// [`Reserve::take_back`].
-    pub(crate) fn let_open(&self) {
-        if Space::beside(&self.place).is_some_and(|space| space.available < OPENING_BYTES) {
-            self.release_bytes(OPENING_BYTES);
-        }
+    /// Releases [`OPENING_BYTES`] if the metadata could not be opened without them. Returns whether any were
+    /// reserved; the caller then calls [`Reserve::take_back`].
+    pub(crate) fn let_open(&self) -> bool {
+        let is_full = Space::beside(&self.place).is_some_and(|space| space.available < OPENING_BYTES);
+        is_full && self.release_bytes(OPENING_BYTES)
     }
 
     /// Fails while the space is not reserved. For operations that take space outside of the metadata. Costs

@@ -411,6 +411,42 @@ fn what_is_being_copied_is_its_owners_alone_and_has_a_name_of_its_own() {
 }
 
 #[test]
+fn a_folder_is_not_copied_into_itself() {
+    let home = Home::new();
+    fs::create_dir_all(home.path("raw/deep")).unwrap();
+    fs::write(home.path("raw/file"), "content").unwrap();
+    symlink(home.path("raw"), home.path("link")).unwrap();
+    home.copy(&home.local("raw"), &home.volume("/raw"));
+    let bucket: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let object = |path: &str| Endpoint::Bucket(Arc::clone(&bucket), path.into());
+    home.copy(&home.local("raw"), &object("raw"));
+    for (from, to) in [
+        (home.local("raw"), home.local("raw/deep/new")),
+        (home.local("raw"), home.local("link/new")),
+        (home.local("link"), home.local("raw/none/../new")),
+        (home.volume("/raw"), home.volume("raw/sub")),
+        (home.volume("/"), home.volume("/backup")),
+        (object("raw"), object("raw/sub")),
+    ] {
+        let refused = home.datafs.copy(&from, &to, &RECURSIVE, &|_| true).unwrap_err();
+        assert!(refused.to_string().contains("into itself"), "{refused}");
+    }
+    assert_eq!(fs::read_dir(home.path("raw")).unwrap().count(), 2);
+    // Beside it, in place, and from the folder to one whose name begins alike.
+    for (from, to) in [
+        (home.local("raw"), home.local("raw2")),
+        (home.local("raw"), home.local("raw")),
+        (home.volume("/raw"), home.volume("/raw2")),
+        (object("raw"), object("raw2")),
+    ] {
+        home.copy(&from, &to);
+    }
+    // A file may go below its own folder.
+    home.copy(&home.local("raw/file"), &home.local("raw/deep"));
+    assert_eq!(fs::read(home.path("raw/deep/file")).unwrap(), b"content");
+}
+
+#[test]
 fn leftovers_of_killed_copies_go_and_links_at_their_names_are_not_followed() {
     let home = Home::new();
     let (source, target) = (home.path("source"), home.path("target"));

@@ -8,21 +8,28 @@
 //!  - while it holds the lock, it reads the records of published volumes and renames the unused folders. A call writes
 //!    its record under the same lock ([`Caches::hold`]). So a server that starts later begins a new folder;
 //!  - it deletes the renamed folders without the lock. Those that a crash leaves are deleted by the next sweep;
-//!  - it follows no link below the caches' folder.
+//!  - it follows no link below the caches' folder, and enters no mount point;
+//!  - while a record of a volume cannot be read, it removes nothing.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Component, Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
-use millrace_datafs::Config;
+use millrace_datafs::{Config, mount};
 use millrace_leaf::private;
 use nix::libc;
 
 use crate::publication::Publications;
+
+/// The line of a server's configuration that says that its cache is one of those here.
+const SHARED: &str = "cache_shared_bound = true";
+/// How long a call waits for a sweep, which has the lock for as long as it reads records and renames folders.
+const HOLD_MAX: Duration = Duration::from_secs(2);
+const HOLD_PAUSE: Duration = Duration::from_millis(20);
 
 /// How long a cache is kept that no published volume of its tenant uses.
 pub(crate) const IDLE_MAX: Duration = Duration::from_secs(3_600);
@@ -53,7 +60,8 @@ impl Caches {
         };
         let lock = beside("-caches.lock");
         if config.cache_dir.is_absolute() {
-            let mut folder = config.cache_dir.clone().into_os_string();
+            // Without a slash at its end, which would make it a folder below.
+            let mut folder = config.cache_dir.components().collect::<PathBuf>().into_os_string();
             folder.push("-tenants");
             return Caches { folder: folder.into(), earlier: None, lock };
         }
@@ -74,13 +82,23 @@ impl Caches {
     }
 
     /// Keeps caches from being removed until the file is dropped. The record of a tenant's volume is written meanwhile.
+    /// Blocks while a sweep renames folders, for at most [`HOLD_MAX`].
     ///
     /// # Errors
-    /// Those of opening and locking the file.
+    /// Those of opening and locking the file; [`ErrorKind::WouldBlock`] when another driver was stopped during its sweep.
     pub(crate) fn hold(&self) -> io::Result<File> {
-        let file = self.open_lock()?;
-        file.lock_shared()?;
-        Ok(file)
+        let (file, begin) = (self.open_lock()?, Instant::now());
+        loop {
+            match file.try_lock_shared() {
+                Ok(()) => return Ok(file),
+                Err(TryLockError::WouldBlock) if begin.elapsed() < HOLD_MAX => std::thread::sleep(HOLD_PAUSE),
+                Err(TryLockError::WouldBlock) => {
+                    let reason = format!("another driver has {} locked", self.lock.display());
+                    return Err(io::Error::new(ErrorKind::WouldBlock, reason));
+                }
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
     }
 
     fn open_lock(&self) -> io::Result<File> {
@@ -101,7 +119,7 @@ impl Caches {
         for (name, path) in folders(&self.folder)? {
             if name.as_encoded_bytes().starts_with(GONE.as_bytes()) {
                 // Links in it are removed, and not followed.
-                match fs::remove_dir_all(&path) {
+                match refuse_mounts(&path).and_then(|()| fs::remove_dir_all(&path)) {
                     // Another driver is as fast.
                     Err(error) if error.kind() != ErrorKind::NotFound => failed = failed.and(Err(error)),
                     _ => {}
@@ -120,11 +138,21 @@ impl Caches {
         }
         let lock = self.open_lock()?;
         lock.lock()?;
-        let homes = publications.all().into_iter();
-        let used: HashSet<OsString> =
-            homes.filter_map(|found| found.home.file_name().map(OsStr::to_owned)).collect();
+        let published =
+            publications.try_all().map_err(|refused| io::Error::other(refused.message().to_owned()))?;
+        // Servers of earlier programs have their caches in the homes.
+        let (mut used, mut used_earlier) = (HashSet::new(), HashSet::new());
+        for (found, config) in published {
+            let Some(identity) = found.home.file_name().map(OsStr::to_owned) else { continue };
+            if !config.is_some_and(|text| text.lines().any(|line| line.trim() == SHARED)) {
+                used_earlier.insert(identity.clone());
+            }
+            used.insert(identity);
+        }
         let (mut renamed, mut failed) = (0, Ok(()));
         for (identity, path) in all {
+            let is_earlier = !path.starts_with(&self.folder);
+            let used = if is_earlier { &used_earlier } else { &used };
             let done = match used.contains(&identity) {
                 true => mark_used(&path).map(|()| false),
                 false => self.rename_idle(&identity, &path, idle),
@@ -147,6 +175,7 @@ impl Caches {
             // The clock was set back: its age counts from now.
             Err(_) => return mark_used(path).map(|()| false),
         }
+        refuse_mounts(path)?;
         let mut gone = OsString::from(GONE);
         gone.push(identity);
         gone.push(format!(".{:016x}", millrace_leaf::random::id()?));
@@ -183,6 +212,20 @@ fn folders(of: &Path) -> io::Result<Vec<(OsString, PathBuf)>> {
     };
     let entries = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     Ok(entries.map(|entry| (entry.file_name(), entry.path())).collect())
+}
+
+/// Fails if something is mounted below a folder: what is removed there may be of others.
+fn refuse_mounts(folder: &Path) -> io::Result<()> {
+    let folder = fs::canonicalize(folder)?;
+    let mounted = mount::mount_points().map_err(io::Error::other)?;
+    match mounted.into_iter().find(|point| point.starts_with(&folder)) {
+        Some(point) => Err(io::Error::other(format!(
+            "the cache {} stays, because of the mount at {}: unmount it",
+            folder.display(),
+            point.display()
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// Notes that a cache is in use.

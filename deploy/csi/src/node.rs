@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -272,7 +273,11 @@ async fn look<T: Send + 'static>(
 /// Keeps the caches of tenants from being removed before the record of a publication says that one is used.
 fn hold(caches: &Caches) -> Result<File, Status> {
     caches.hold().map_err(|error| {
-        refused(Code::Internal, format!("cannot lock the caches of {}: {error}", caches.folder().display()))
+        let code = match error.kind() {
+            ErrorKind::WouldBlock => Code::Unavailable,
+            _ => Code::Internal,
+        };
+        refused(code, format!("cannot lock the caches of {}: {error}", caches.folder().display()))
     })
 }
 

@@ -136,6 +136,24 @@ impl Publications {
         self.folder.join(format!("{}.metrics", id(target)))
     }
 
+    /// The records of all targets, each with the configuration of its server, if that can be read.
+    ///
+    /// # Errors
+    /// That of the folder or of the first record that cannot be read.
+    pub(crate) fn try_all(&self) -> Result<Vec<(Publication, Option<String>)>, Status> {
+        let entries = fs::read_dir(&self.folder).map_err(|error| failed("list", &self.folder, error))?;
+        let mut all = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(|error| failed("list", &self.folder, error))?.path();
+            if path.extension().is_some_and(|ending| ending == "json")
+                && let Some(found) = read(&path)?
+            {
+                all.push((found, fs::read_to_string(path.with_extension("toml")).ok()));
+            }
+        }
+        Ok(all)
+    }
+
     /// The records of all targets. A file that cannot be read is logged and left out.
     pub(crate) fn all(&self) -> Vec<Publication> {
         let entries = match fs::read_dir(&self.folder) {

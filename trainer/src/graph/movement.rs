@@ -287,29 +287,22 @@ pub(super) fn tile(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphErro
                 dims[axis] = times;
                 value = b.expand(value, dims, &call.site)?;
             }
-            (Dim::Fixed(size), Dim::Fixed(times)) => {
+            // By the rows: blocks of a constant size, one for each row, as DeBERTa repeats its positions.
+            (Dim::Fixed(size), by @ (Dim::Fixed(times) | Dim::Rows(times)))
+                if matches!(by, Dim::Fixed(_)) || shape::rows_axis(&dims).is_none() =>
+            {
                 let merged = size
                     .checked_mul(times)
                     .ok_or_else(|| call.site.shape(format!("{times} repeats of {size}")))?;
                 let mut wide = dims.clone();
                 wide.insert(axis, Dim::Fixed(1));
                 value = b.reshape(value, wide.clone(), &call.site)?;
-                wide[axis] = Dim::Fixed(times);
+                wide[axis] = by;
                 value = b.expand(value, wide, &call.site)?;
-                dims[axis] = Dim::Fixed(merged);
-                value = b.reshape(value, dims, &call.site)?;
-            }
-            // Blocks of a constant size, one for each row, as DeBERTa repeats its positions.
-            (Dim::Fixed(size), Dim::Rows(times)) if shape::rows_axis(&dims).is_none() => {
-                let merged = size
-                    .checked_mul(times)
-                    .ok_or_else(|| call.site.shape(format!("{times} repeats of {size}")))?;
-                let mut wide = dims.clone();
-                wide.insert(axis, Dim::Fixed(1));
-                value = b.reshape(value, wide.clone(), &call.site)?;
-                wide[axis] = Dim::Rows(times);
-                value = b.expand(value, wide, &call.site)?;
-                dims[axis] = Dim::Rows(merged);
+                dims[axis] = match by {
+                    Dim::Fixed(_) => Dim::Fixed(merged),
+                    Dim::Rows(_) => Dim::Rows(merged),
+                };
                 value = b.reshape(value, dims, &call.site)?;
             }
             _ => return Err(call.site.mixes_rows("it repeats the batch")),

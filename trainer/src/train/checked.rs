@@ -29,6 +29,7 @@ use crate::replica::{self, open_output};
 use crate::scaling;
 use crate::shards;
 use crate::source::{self, DataFacts, Sources, Use};
+use crate::state::RunState;
 use crate::teacher;
 use crate::validation::{self, Validator};
 
@@ -247,17 +248,22 @@ impl Checked {
 
     /// Whether the run's newest checkpoint ends the job, so that a coordinator would train nothing. Writes nothing.
     pub(super) fn is_finished(&self) -> Result<bool> {
-        Ok(self.last_step()?.is_some())
+        Ok(self.last_state()?.is_some())
     }
 
-    /// Whether, besides, the model of that checkpoint has been published. Writes nothing.
+    /// Whether it also ends the job that the run's last coordinator has, whose budget may be larger, and the model of that
+    /// checkpoint has been published. Writes nothing.
     pub(super) fn is_published(&self) -> Result<bool> {
-        let Some(step) = self.last_step()? else { return Ok(false) };
-        Ok(publish::recorded(&self.output, &publish::key_of(&self.job, &self.run, step))?.is_some())
+        let Some(state) = self.last_state()? else { return Ok(false) };
+        let theirs = checkpoint::job_of_run(&self.output, self.job.name.as_str(), &self.run)?;
+        if !theirs.is_some_and(|job| replica::finish(&job, &state.ledger, &state.evaluations).is_some()) {
+            return Ok(false);
+        }
+        Ok(publish::recorded(&self.output, &publish::key_of(&self.job, &self.run, state.step))?.is_some())
     }
 
-    /// The step of the run's newest checkpoint, if that ends the job.
-    fn last_step(&self) -> Result<Option<u64>> {
+    /// The run's newest checkpoint, if that ends the job.
+    fn last_state(&self) -> Result<Option<RunState>> {
         let checkpoints = Checkpoints {
             view: self.output.clone(),
             job: self.job.name.to_string(),
@@ -267,9 +273,7 @@ impl Checked {
             keep: self.setup.config.checkpoints_keep,
         };
         let state = replica::newest_usable_state(&checkpoints, &self.job, &self.order, &self.engine)?;
-        let last =
-            state.filter(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some());
-        Ok(last.map(|state| state.step))
+        Ok(state.filter(|state| replica::finish(&self.job, &state.ledger, &state.evaluations).is_some()))
     }
 
     /// Makes the run the job's current one, and finds where to go on.

@@ -1,5 +1,6 @@
 //! Tests of jobs on a topic: rows of bounded offsets, resumed with the same ones.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,18 +29,21 @@ async fn produce(kafka: &KafkaConfig, range: std::ops::Range<usize>) {
     producer.send_all(range.enumerate().map(record)).await.unwrap();
 }
 
+/// A broker with [`ROWS`] rows in the topic `points`.
+async fn start(log: &Path) -> (Broker, KafkaConfig) {
+    let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
+    let broker = Broker::start(config, log, CancellationToken::new()).await.unwrap();
+    let kafka = KafkaConfig::new(broker.addr().to_string());
+    topic::create_topic(&kafka, "points", 2).await.unwrap();
+    produce(&kafka, 0..ROWS).await;
+    (broker, kafka)
+}
+
 #[test]
 fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
     let (home, log) = (home(), tempfile::tempdir().unwrap());
     let serving = runtime();
-    let (broker, kafka) = serving.block_on(async {
-        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
-        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
-        let kafka = KafkaConfig::new(broker.addr().to_string());
-        topic::create_topic(&kafka, "points", 2).await.unwrap();
-        produce(&kafka, 0..ROWS).await;
-        (broker, kafka)
-    });
+    let (broker, kafka) = serving.block_on(start(log.path()));
     let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
     let on_topic = |name: &str, workers: usize, epochs: u64| {
         let more = format!("workers = {workers}\nepochs_max = {epochs}");
@@ -97,14 +101,7 @@ fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
 fn a_job_on_a_topic_goes_on_beside_the_newest_snapshot() {
     let (home, log) = (home(), tempfile::tempdir().unwrap());
     let serving = runtime();
-    let (broker, kafka) = serving.block_on(async {
-        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
-        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
-        let kafka = KafkaConfig::new(broker.addr().to_string());
-        topic::create_topic(&kafka, "points", 2).await.unwrap();
-        produce(&kafka, 0..ROWS).await;
-        (broker, kafka)
-    });
+    let (broker, kafka) = serving.block_on(start(log.path()));
     let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
     let beside = || {
         let validation = "[validation]\ndataset = \"data@latest:/train\"\nevery_epochs = 10";
@@ -131,14 +128,7 @@ fn a_job_on_a_topic_goes_on_beside_the_newest_snapshot() {
 fn a_run_whose_records_were_removed_is_left_behind_on_demand_only() {
     let (home, log) = (home(), tempfile::tempdir().unwrap());
     let serving = runtime();
-    let (broker, kafka) = serving.block_on(async {
-        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
-        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
-        let kafka = KafkaConfig::new(broker.addr().to_string());
-        topic::create_topic(&kafka, "points", 2).await.unwrap();
-        produce(&kafka, 0..ROWS).await;
-        (broker, kafka)
-    });
+    let (broker, kafka) = serving.block_on(start(log.path()));
     let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
     let abandoning = || Setup { abandon_run: true, ..setup() };
     let live = || {

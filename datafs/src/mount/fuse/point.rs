@@ -184,6 +184,16 @@ pub(in crate::mount) fn find(at: &Path) -> Result<Option<Entry>> {
     Ok(parse_mountinfo(&table).into_iter().rfind(|entry| entry.at == at))
 }
 
+/// The mount points that this process sees, of any file system.
+///
+/// # Errors
+/// That of reading the kernel's table.
+pub fn mount_points() -> Result<Vec<PathBuf>> {
+    let table = "/proc/self/mountinfo";
+    let table = fs::read(table).map_err(|e| refused("read", table, e))?;
+    Ok(parse_lines(&table).map(|(_, on)| on.at).collect())
+}
+
 /// The mount that an open file is on. Asks the kernel only, also with O_PATH: no request is sent to the mount.
 /// `None` if it is in no path of this process any more.
 pub(in crate::mount) fn mount_of(file: BorrowedFd<'_>) -> Result<Option<On>> {

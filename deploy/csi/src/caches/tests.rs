@@ -132,18 +132,56 @@ fn caches_in_the_homes_of_tenants_of_earlier_programs_are_removed_too() {
     let home = |digit| node.dir.path().join("homes").join(identity(digit));
     let [kept, left] = ['1', '2'].map(|digit| fill(&home(digit).join("datafs/cache")));
     node.publish("a", &identity('1'));
+    // The server of this volume was started by this program.
+    let moved = fill(&home('4').join("datafs/cache"));
+    node.publish("b", &identity('4'));
+    let locked = node.publications.lock(&node.target("b")).unwrap();
+    locked.write_config("[datafs]\ncache_shared_bound = true\n").unwrap();
+    drop(locked);
     // A link on the way to a cache.
     let victim = fill(&node.dir.path().join("victim/cache"));
     fs::create_dir_all(home('3')).unwrap();
     std::os::unix::fs::symlink(node.dir.path().join("victim"), home('3').join("datafs")).unwrap();
-    assert_eq!(node.sweep(), 1);
-    assert!(kept.exists() && !left.exists() && victim.exists());
+    assert_eq!(node.sweep(), 2);
+    assert!(kept.exists() && !left.exists() && !moved.exists() && victim.exists());
     assert!(home('2').join("datafs").exists(), "the home itself stays");
     // A cache outside of the homes is not searched for there.
     for cache_dir in ["../cache", ".", ""] {
         let config = Config { cache_dir: cache_dir.into(), ..Config::default() };
         assert!(Caches::new(&config, &node.dir.path().join("homes")).earlier.is_none(), "{cache_dir}");
     }
+}
+
+#[test]
+fn nothing_is_removed_while_a_record_cannot_be_read() {
+    let node = Node::new();
+    let kept = node.fill(&identity('1'));
+    let record = node.dir.path().join("published/damaged.json");
+    fs::write(&record, "{}").unwrap();
+    let error = node.caches.sweep(&node.publications, Duration::ZERO).unwrap_err().to_string();
+    assert!(error.contains("damaged.json") && kept.exists(), "{error}");
+    fs::remove_file(&record).unwrap();
+    assert_eq!((node.sweep(), kept.exists()), (1, false));
+}
+
+#[test]
+fn a_mount_below_a_cache_is_not_emptied() {
+    let node = Node::new();
+    let victim = fill(&node.dir.path().join("victim"));
+    let at = node.caches.of(&identity('1')).join("aa");
+    fs::create_dir_all(&at).unwrap();
+    let flags = nix::mount::MsFlags::MS_BIND;
+    let bound =
+        nix::mount::mount(Some(&node.dir.path().join("victim")), &at, None::<&str>, flags, None::<&str>);
+    if let Err(error) = bound {
+        millrace_testing::skip(millrace_testing::Need::Root, format_args!("nothing can be mounted: {error}"));
+        return;
+    }
+    let refused = node.caches.sweep(&node.publications, Duration::ZERO);
+    nix::mount::umount(&at).unwrap();
+    let error = refused.unwrap_err().to_string();
+    assert!(error.contains("unmount it") && victim.exists(), "{error}");
+    assert_eq!((node.sweep(), victim.exists()), (1, true));
 }
 
 #[test]
