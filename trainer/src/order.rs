@@ -87,11 +87,12 @@ impl Order {
         self.plans().find_map(|plan| plan.selection())
     }
 
-    /// The decoded row groups that a reader of whole batches needs at a time, in bytes. The datasets of a mixture have equal
-    /// parts of a cache, so that the largest need decides.
+    /// The decoded row groups that a reader of whole batches needs at a time, in bytes, of all datasets together.
     pub(crate) fn working_set_bytes(&self) -> u64 {
-        let largest = self.plans().map(|plan| plan.working_set_bytes()).max().unwrap_or_default();
-        largest.saturating_mul(self.plans().count() as u64)
+        match self {
+            Order::Dataset(plan) => plan.working_set_bytes(),
+            Order::Mixture(mixture) => mixture.working_set_bytes(),
+        }
     }
 
     /// The first place of a global batch: its rows are at `[step·B, (step+1)·B)`. Saturates.

@@ -13,6 +13,7 @@
 //! The number of the next place is the whole state, for any number of sources, readers and rows of a batch.
 
 mod feed;
+mod memory;
 mod places;
 mod spec;
 #[cfg(test)]
@@ -202,7 +203,7 @@ impl Mixture {
     }
 
     /// Plans datasets as the sources of a mixture. `options` hold for all of them: the seed, the selection and the shape
-    /// of the shuffle; they share `working_set_bytes_max`.
+    /// of the shuffle; they share `working_set_bytes_max` in equal parts.
     ///
     /// # Errors
     /// Those of [`OpenDataset::plan`] and [`Mixture::new`].
@@ -218,6 +219,7 @@ impl Mixture {
                 seed: derive_key(&[options.seed, KEY_SOURCE, at as u64]),
                 // Lanes divide the batch of a plan; a source has no batches of its own.
                 batch_rows: options.lanes as usize,
+                // In equal parts, whatever the weights: the bound is part of the order.
                 working_set_bytes_max: options.working_set_bytes_max / datasets.len() as u64,
                 ..options.clone()
             };

@@ -286,11 +286,9 @@ impl Planned {
         };
         match self {
             Planned::Dataset(plan) => of_plan(plan),
-            // A mixture divides its cache evenly.
+            // A mixture gives each source its working set, and divides the rest by weight.
             Planned::Mixture(mixture) => {
-                let sources = mixture.sources();
-                let most = sources.iter().map(|source| of_plan(&source.plan)).max().unwrap_or(0);
-                most.saturating_mul(sources.len() as u64)
+                mixture.sources().iter().fold(0, |sum: u64, source| sum.saturating_add(of_plan(&source.plan)))
             }
         }
     }

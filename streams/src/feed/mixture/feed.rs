@@ -24,8 +24,8 @@ use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
 
 /// The batches of a mixture. Cheap to clone; clones share the caches.
 ///
-/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them. The sources share the bounds of one
-/// feed for images that are decoded. A stream assembles at most 512 MiB of tensors or packed tokens ahead, or one batch.
+/// Memory: that of a [`Feed`] for each source. Of the cache limit each source has its working set first, and its part by
+/// weight of the rest. The sources share the bounds of one feed for images that are decoded. A stream assembles at most 512 MiB of tensors or packed tokens ahead, or one batch.
 #[derive(Clone)]
 pub struct MixtureFeed {
     inner: Arc<Inner>,
@@ -76,16 +76,13 @@ impl MixtureFeed {
         };
         let schema = common_schema(&mixture, read.as_deref())?;
         // The sources deliver row groups: images and keys are made of the mixed rows.
-        let reading = FeedOptions {
-            cache_bytes_max: options.cache_bytes_max / sources.len() as u64,
-            images: BTreeMap::new(),
-            key_column: None,
-            ..options.clone()
-        };
-        let open = |(source, store): (&super::MixtureSource, &Arc<dyn ObjectStore>)| {
+        let reading = FeedOptions { images: BTreeMap::new(), key_column: None, ..options.clone() };
+        let open = |((source, store), cache): ((&super::MixtureSource, &Arc<dyn ObjectStore>), u64)| {
+            let reading = FeedOptions { cache_bytes_max: cache, ..reading.clone() };
             Feed::with_schema(Arc::clone(&source.plan), Arc::clone(store), &reading, Arc::clone(&schema))
         };
-        let feeds = sources.iter().zip(stores).map(open).collect::<Result<Vec<_>>>()?;
+        let caches = mixture.cache_parts(options.cache_bytes_max);
+        let feeds = sources.iter().zip(stores).zip(caches).map(open).collect::<Result<Vec<_>>>()?;
         let row_bytes = feeds.iter().map(Feed::row_bytes).max().unwrap_or(0);
         let prefetch_batches = options.prefetch_batches;
         // Sequences have other columns than those that are read, in all sources the same.

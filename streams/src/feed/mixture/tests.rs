@@ -85,6 +85,14 @@ fn bounds_are_named() {
 }
 
 #[test]
+fn a_source_has_its_working_set_of_the_cache_and_its_weight_of_the_rest() {
+    let mixed = mixture(&[("a", 70, "0.75"), ("b", 300, "0.25")], 8, Until::First);
+    let needs = mixed.sources().iter().map(|source| source.plan.working_set_bytes()).collect::<Vec<_>>();
+    assert!(0 < needs[0] && needs[0] < needs[1], "{needs:?}");
+    assert_eq!(mixed.cache_parts(mixed.working_set_bytes() + 1_000), [needs[0] + 750, needs[1] + 250]);
+}
+
+#[test]
 fn sequences_ahead_of_a_reader_stay_within_the_bound_of_tensors() {
     assert_eq!(batches_ahead(0, 4), 4);
     assert_eq!(batches_ahead(128 << 20, 4), 4);
