@@ -100,13 +100,11 @@ impl Order {
         step.saturating_mul(self.batch_rows() as u64)
     }
 
-    /// The place of each of some slots of a global batch.
-    pub(crate) fn places_of(&self, step: u64, slots: Range<usize>) -> Vec<u64> {
+    /// The places of the slots of a global batch.
+    pub(crate) fn places_of_step(&self, step: u64) -> StepPlaces {
         match self {
-            Order::Dataset(plan) => slots.map(|slot| plan.place_of_slot(step, slot)).collect(),
-            Order::Mixture(mixture) => {
-                mixture.places_of_batch(step).get(slots).map(<[u64]>::to_vec).unwrap_or_default()
-            }
+            Order::Dataset(plan) => StepPlaces::Dataset { plan: Arc::clone(plan), step },
+            Order::Mixture(mixture) => StepPlaces::Mixture(mixture.places_of_batch(step)),
         }
     }
 
@@ -166,6 +164,28 @@ impl Order {
             name += &format!(" of {}", source.name);
         }
         name
+    }
+}
+
+/// The places of the slots of a global batch. Those of a mixture are found for all slots at once: make this once for a
+/// step, whatever the number of reads of its rows.
+#[derive(Debug)]
+pub(crate) enum StepPlaces {
+    /// Found slot by slot.
+    Dataset {
+        plan: Arc<Plan>,
+        step: u64,
+    },
+    Mixture(Vec<u64>),
+}
+
+impl StepPlaces {
+    /// The place of each of some slots.
+    pub(crate) fn of(&self, slots: Range<usize>) -> Vec<u64> {
+        match self {
+            StepPlaces::Dataset { plan, step } => slots.map(|slot| plan.place_of_slot(*step, slot)).collect(),
+            StepPlaces::Mixture(places) => places.get(slots).map(<[u64]>::to_vec).unwrap_or_default(),
+        }
     }
 }
 

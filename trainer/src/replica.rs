@@ -19,7 +19,7 @@ use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, RowsDigest, Tally};
 use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
-use crate::order::Order;
+use crate::order::{Order, StepPlaces};
 use crate::outage::Outage;
 use crate::output::Output;
 use crate::precision::{LossScale, Precision};
@@ -424,10 +424,13 @@ impl Replica {
         tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
         let mut loss_scale = self.loss_scale;
+        let step_places = self.order.places_of_step(self.step);
         let mut held = None;
         let total = loop {
             let interrupted = |is_failing| wishes.end_read(ring, is_failing);
-            let own = self.compute(&passes, parts, &mut held, (loss_scale, tally.clone()), &interrupted)?;
+            let scaled = (loss_scale, tally.clone());
+            let own =
+                self.compute((passes.as_slice(), &step_places), parts, &mut held, scaled, &interrupted)?;
             let Some(own) = own else { return Err(ring.over().into()) };
             match self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))? {
                 Reduced::Sum(total) => break total,
@@ -501,12 +504,13 @@ impl Replica {
         (rows, digest.0)
     }
 
-    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally; none
-    /// if a read was interrupted. `held` are the rows of the last pass, which need not be read again. The loss is
-    /// multiplied by `loss_scale`; a gradient that overflows while the scale can be lowered is told in the tally.
+    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. `places` are those of the step.
+    /// Returns this rank's tally; none if a read was interrupted. `held` are the rows of the last pass, which need not be
+    /// read again. The loss is multiplied by `loss_scale`; a gradient that overflows while the scale can be lowered is told
+    /// in the tally.
     fn compute(
         &mut self,
-        passes: &[Range<usize>],
+        (passes, places): (&[Range<usize>], &StepPlaces),
         parts: usize,
         held: &mut Option<Pass>,
         (loss_scale, mut tally): (Option<LossScale>, Tally),
@@ -523,7 +527,7 @@ impl Replica {
                 *held = self.pass(own, next, parts, interrupted)?;
             }
             let Some(Pass { batch, rows, .. }) = held else { return Ok(None) };
-            for (at, place) in self.order.places_of(self.step, batch.slots.clone()).into_iter().enumerate() {
+            for (at, place) in places.of(batch.slots.clone()).into_iter().enumerate() {
                 let epoch = self.epoch_places.of_place(place);
                 if !tally.count(epoch, Order::row_id(batch, at)) {
                     let row = self.order.row_name(batch, at);

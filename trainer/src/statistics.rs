@@ -46,7 +46,7 @@ pub(crate) fn collect(
             .map_err(|e| Error::feed(format!("read dataset {} for its statistics", columns.dataset), e))?;
         let rows = source::decode(&order, columns, &batch)?;
         // The last batch of an epoch may have rows of the next one.
-        let places = order.places_of(step, batch.slots.clone());
+        let places = order.places_of_step(step).of(batch.slots.clone());
         for (row, _) in rows.inputs().zip(places).filter(|(_, place)| *place < order.rows()) {
             collector.add(row);
         }
