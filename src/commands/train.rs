@@ -81,7 +81,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         if (progress.unread_seconds > 0) != unread {
             unread = progress.unread_seconds > 0;
             let text = if unread {
-                "train waits: the volumes give no rows; see that the metadata and the store answer"
+                "train waits: the volumes or brokers give no rows; see that the metadata, the store and the brokers answer"
             } else {
                 "train reads rows again"
             };

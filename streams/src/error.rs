@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use rdkafka::error::KafkaError;
+use rdkafka::types::RDKafkaErrorCode as Code;
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -375,18 +376,9 @@ impl Error {
         match self {
             Error::Unreachable { .. } | Error::BrokerDisk { .. } => true,
             Error::NotDelivered { retryable, .. } => *retryable,
-            Error::Client { source, .. } => matches!(
-                source.rdkafka_error_code(),
-                Some(
-                    rdkafka::types::RDKafkaErrorCode::BrokerTransportFailure
-                        | rdkafka::types::RDKafkaErrorCode::AllBrokersDown
-                        | rdkafka::types::RDKafkaErrorCode::OperationTimedOut
-                        | rdkafka::types::RDKafkaErrorCode::RequestTimedOut
-                        | rdkafka::types::RDKafkaErrorCode::NotLeaderForPartition
-                        | rdkafka::types::RDKafkaErrorCode::LeaderNotAvailable
-                        | rdkafka::types::RDKafkaErrorCode::OffsetNotAvailable
-                )
-            ),
+            Error::Client { source, .. } => {
+                source.rdkafka_error_code().is_some_and(|code| is_unanswered(code) || is_leader_change(code))
+            }
             _ => false,
         }
     }
@@ -403,8 +395,62 @@ impl Error {
     }
 }
 
+/// Whether the code says that no broker has answered in time.
+pub(crate) fn is_unanswered(code: Code) -> bool {
+    matches!(
+        code,
+        Code::AllBrokersDown
+            | Code::BrokerTransportFailure
+            | Code::BrokerNotAvailable
+            | Code::NetworkException
+            | Code::OperationTimedOut
+            | Code::RequestTimedOut
+            | Code::Resolve
+    )
+}
+
+/// Whether the code says that the partition has another leader than the broker that was asked, or none at present. The
+/// client library looks for the new leader meanwhile.
+pub(crate) fn is_leader_change(code: Code) -> bool {
+    matches!(
+        code,
+        Code::FencedLeaderEpoch
+            | Code::LeaderNotAvailable
+            | Code::NotLeaderForPartition
+            | Code::OffsetNotAvailable
+            | Code::ReplicaNotAvailable
+            | Code::UnknownLeaderEpoch
+    )
+}
+
 impl From<arrow::error::ArrowError> for Error {
     fn from(source: arrow::error::ArrowError) -> Self {
         Error::Arrow(source)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_is_repeated_while_a_partition_changes_its_leader() {
+        let failed = |code| Error::Client {
+            action: "read topic t partition 0".to_owned(),
+            bootstrap_servers: "b:9092".to_owned(),
+            source: Box::new(KafkaError::MetadataFetch(code)),
+        };
+        for code in [
+            Code::NotLeaderForPartition,
+            Code::LeaderNotAvailable,
+            Code::FencedLeaderEpoch,
+            Code::UnknownLeaderEpoch,
+            Code::ReplicaNotAvailable,
+            Code::BrokerNotAvailable,
+            Code::NetworkException,
+        ] {
+            assert!(failed(code).is_retryable(), "{code}");
+        }
+        assert!(!failed(Code::TopicAuthorizationFailed).is_retryable());
     }
 }

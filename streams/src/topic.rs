@@ -10,6 +10,7 @@ pub mod batch;
 mod client;
 mod consumer;
 mod headers;
+mod leader;
 mod producer;
 mod span;
 mod tail;

@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 
 use millrace_leaf::error_chain;
+use millrace_streams::feed::FeedError;
 
 /// The source of an error that came from another crate.
 pub(crate) type Source = Box<dyn std::error::Error + Send + Sync + 'static>;
@@ -246,6 +247,9 @@ impl Error {
             Error::Volume { source, .. } | Error::Feed { source, .. } => source,
             _ => return false,
         };
+        if self.is_of_brokers() {
+            return true;
+        }
         for inner in error_chain::causes(source.as_ref()) {
             if let Some(error) = inner.downcast_ref::<E>() {
                 return match error {
@@ -268,18 +272,26 @@ impl Error {
         false
     }
 
-    /// Whether the metadata or the store of the volumes did not answer: the same call may succeed later.
+    /// Whether the metadata or the store of the volumes, or the brokers of a topic, did not answer: the same call may succeed
+    /// later.
     ///
     /// A read that the operating system refuses is none: a worker that starts anew may succeed at once.
     pub(crate) fn is_outage(&self) -> bool {
         use millrace_datafs::Error as E;
         match self {
             Error::Volume { .. } => self.is_local() && !self.is_of_process(),
+            Error::Feed { .. } if self.is_of_brokers() => true,
             Error::Feed { .. } => self.of_datafs().next().is_some_and(|cause| {
                 matches!(cause, E::Metadata { .. } | E::Busy { .. }) || cause.is_store_trouble()
             }),
             _ => false,
         }
+    }
+
+    /// Whether brokers did not give the records of a topic: they do not answer, or the leader of a partition changes.
+    pub(crate) fn is_of_brokers(&self) -> bool {
+        let mut errors = error_chain::causes(self).filter_map(|cause| cause.downcast_ref::<FeedError>());
+        errors.any(|error| matches!(error, FeedError::Topic { source, .. } if source.is_retryable()))
     }
 
     /// Whether this process may not open files: waiting does not help it, and another process may do better.

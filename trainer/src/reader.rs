@@ -1,4 +1,4 @@
-//! Reads of a feed's rows that outlast an outage of the volumes.
+//! Reads of a feed's rows that outlast an outage of the volumes or of the brokers of topics.
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::outage::{Attempts, Outage};
 /// First and longest pause before another attempt.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// Attempts at a read that the volumes have answered with an error.
+/// Attempts at a read that was answered with an error.
 const ATTEMPTS: u32 = 5;
 /// Interval at which a read notices that it need not go on.
 const POLL: Duration = Duration::from_millis(50);
@@ -44,7 +44,7 @@ impl Wishes<'_> {
     }
 }
 
-/// Reads rows. A read that the volumes do not answer is tried again, for as long as the patience allows.
+/// Reads rows. A read that the volumes or the brokers do not answer is tried again, for as long as the patience allows.
 #[derive(Debug)]
 pub(crate) struct Reader {
     job: String,
@@ -65,7 +65,7 @@ impl Reader {
         self.outage.clear();
     }
 
-    /// How long the volumes have not given rows.
+    /// How long the volumes or brokers have not given rows.
     pub(crate) fn outage(&self) -> Arc<Outage> {
         Arc::clone(&self.outage)
     }
@@ -114,7 +114,7 @@ impl Reader {
                 Ok(rows) => {
                     drop(attempts);
                     if self.outage.clear() {
-                        tracing::info!(job = self.job, what, "the volumes give rows again");
+                        tracing::info!(job = self.job, what, "rows can be read again");
                     }
                     return Ok(Some(rows));
                 }
@@ -130,9 +130,10 @@ impl Reader {
                 let failing = self.outage.elapsed();
                 let seconds = failing.as_secs();
                 if failing >= self.patience {
+                    let silent = if error.is_of_brokers() { "brokers" } else { "volumes" };
                     return Err(Error::Outage {
                         reason: format!(
-                            "job {}: the volumes gave no rows for {seconds} s ({cause}): start the job again when they \
+                            "job {}: the {silent} gave no rows for {seconds} s ({cause}): start the job again when they \
                              answer, and it goes on from the last checkpoint",
                             self.job
                         ),
@@ -173,6 +174,7 @@ mod tests {
     use std::cell::Cell;
 
     use millrace_datafs::Error as E;
+    use millrace_streams::Error as S;
 
     use super::*;
 
@@ -187,6 +189,18 @@ mod tests {
     fn away() -> FeedError {
         let source = "timeout".into();
         failed(E::StoreAway { place: "s3://b".into(), operation: "read", tried_ms: 1, source })
+    }
+
+    fn topic(source: S) -> FeedError {
+        FeedError::Topic { topic: "t".to_owned(), source: Arc::new(source) }
+    }
+
+    fn brokers_away() -> FeedError {
+        topic(S::Unreachable {
+            bootstrap_servers: "b:9092".to_owned(),
+            waited_ms: 1,
+            reason: "topic t partition 3 gave no record at offset 7: no broker leads it".to_owned(),
+        })
     }
 
     fn reader(patience: Duration) -> (tokio::runtime::Runtime, Reader) {
@@ -227,6 +241,22 @@ mod tests {
         let damaged = || failed(E::Corrupt { what: "object".to_owned(), reason: "checksum".to_owned() });
         assert_eq!(read(&reader, damaged, 40, &on).1, ATTEMPTS);
         assert!(reader.1.outage.elapsed().is_zero());
+    }
+
+    #[test]
+    fn a_read_outlasts_brokers_that_do_not_answer_and_changes_of_leaders() {
+        let reader = reader(LONG);
+        let on = |_| false;
+        assert!(matches!(read(&reader, brokers_away, 40, &on), (Ok(Some(41)), 41)));
+        let (outcome, attempts) = read(&self::reader(Duration::from_millis(1)), brokers_away, 40, &on);
+        let error = outcome.unwrap_err();
+        let text = error.one_line();
+        assert!(matches!(error, Error::Outage { .. }) && attempts == 1, "{text}");
+        assert!(text.contains("the brokers gave no rows") && text.contains("topic t partition 3"), "{text}");
+        // The records are not there any more.
+        let removed = || topic(S::RecordsChanged { topic: "t".to_owned(), partition: 3, first: 0, next: 9 });
+        let (outcome, attempts) = read(&reader, removed, 40, &on);
+        assert!(outcome.is_err_and(|error| !error.is_local() && !error.is_outage()) && attempts == 1);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use rdkafka::error::KafkaError;
 use rdkafka::types::RDKafkaErrorCode as Code;
 
 use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, poll_log, translate};
+use super::leader::watermarks_of_partition;
 use crate::config::{KafkaConfig, TopicConfig};
 use crate::error::{Error, Result};
 
@@ -173,8 +174,9 @@ pub(crate) fn watermarks_of(
     let mut marks = BTreeMap::new();
     for partition in 0..count {
         let started = Instant::now();
-        let mark = client.fetch_watermarks(topic, partition, ANSWER_WAIT).map_err(|error| {
-            translate(kafka, context, &format!("read the offsets of topic {topic}"), started.elapsed(), error)
+        let mark = watermarks_of_partition(client, topic, partition).map_err(|error| {
+            let action = format!("read the offsets of topic {topic} partition {partition}");
+            translate(kafka, context, &action, started.elapsed(), error)
         })?;
         marks.insert(partition, mark);
     }

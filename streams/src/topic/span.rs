@@ -17,12 +17,15 @@ use rdkafka::types::RDKafkaErrorCode as Code;
 
 use super::admin::watermarks_of;
 use super::client::{ANSWER_WAIT, Context, client_config, partitions, translate};
+use super::leader::{Leader, leader_of, watermarks_of_partition};
 use super::tail::{self, TailAction};
 use crate::config::KafkaConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, is_leader_change, is_unanswered};
 
 /// Longest wait for the next record of a range.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
+/// The part of [`ANSWER_MAX`] in which brokers are asked for the leader of the partition, to name it.
+const LEADER_WAIT: Duration = Duration::from_secs(2);
 /// Interval at which a wait checks whether the reader should stop.
 const POLL: Duration = Duration::from_millis(100);
 
@@ -186,8 +189,8 @@ impl SpanReader {
                 Some(Err(KafkaError::PartitionEOF(_))) | None => {}
                 Some(Err(error)) => self.check(partition, &(next..offsets.end), error)?,
             }
-            if since.elapsed() >= ANSWER_MAX {
-                return Err(self.away(partition, next, since.elapsed()));
+            if since.elapsed() >= ANSWER_MAX.saturating_sub(LEADER_WAIT) {
+                return Err(self.silent(partition, next, since));
             }
         }
         self.at = Some((partition, offsets.end));
@@ -209,7 +212,7 @@ impl SpanReader {
             let (topic, first, next) = (self.topic.clone(), offsets.start, offsets.end);
             return Err(Error::RecordsChanged { topic, partition, first, next });
         }
-        let marks = self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT);
+        let marks = watermarks_of_partition(&self.client, &self.topic, partition);
         let (low, high) = marks.map_err(failed)?;
         if offsets.start < low || offsets.end > high {
             return Err(self.removed(partition, offsets, (low, high)));
@@ -222,8 +225,10 @@ impl SpanReader {
     /// The error of a call for the record at `next` that began at `started`.
     fn failed(&self, partition: i32, next: i64, started: Instant, error: KafkaError) -> Error {
         let action = format!("read topic {} partition {partition}", self.topic);
+        let is_leaderless = error.rdkafka_error_code().is_some_and(is_leader_change);
         match translate(&self.kafka, &self.context, &action, started.elapsed(), error) {
-            Error::Unreachable { .. } => self.away(partition, next, started.elapsed()),
+            Error::Unreachable { .. } => self.silent(partition, next, started),
+            _ if is_leaderless => self.silent(partition, next, started),
             error => error,
         }
     }
@@ -242,22 +247,12 @@ impl SpanReader {
     fn check(&self, partition: i32, rest: &Range<i64>, error: KafkaError) -> Result<()> {
         let (topic, action) = (&self.topic, format!("read topic {} partition {partition}", self.topic));
         match error.rdkafka_error_code() {
-            Some(
-                Code::AllBrokersDown
-                | Code::BrokerTransportFailure
-                | Code::Resolve
-                | Code::OperationTimedOut
-                | Code::RequestTimedOut
-                | Code::NotLeaderForPartition
-                | Code::LeaderNotAvailable,
-            ) => Ok(()),
+            Some(code) if is_unanswered(code) || is_leader_change(code) => Ok(()),
             Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition) => {
                 Err(self.unknown())
             }
-            Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => {
-                let marks = self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).unwrap_or((-1, -1));
-                Err(self.removed(partition, rest, marks))
-            }
+            // Checks the log. A new leader may not have known its end yet, and then the rest is read.
+            Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => self.assign(partition, rest),
             Some(Code::InvalidMessage | Code::BadMessage | Code::BadCompression) => Err(Error::Damaged {
                 topic: topic.clone(),
                 partition,
@@ -268,15 +263,110 @@ impl SpanReader {
         }
     }
 
+    /// The error of a wait for the record at `next` that began at `started`, with the leader as the brokers tell it.
+    fn silent(&self, partition: i32, next: i64, started: Instant) -> Error {
+        let reason = match leader_of(&self.client, &self.topic, partition, LEADER_WAIT) {
+            Ok(Some(Leader::Broker(name))) => format!("{}; its leader is {name}", self.context.reason()),
+            Ok(Some(Leader::Missing)) => "no broker leads the partition at present".to_owned(),
+            Ok(None) | Err(_) => self.context.reason(),
+        };
+        self.away_because(partition, next, started.elapsed(), &reason)
+    }
+
     fn away(&self, partition: i32, next: i64, waited: Duration) -> Error {
+        self.away_because(partition, next, waited, &self.context.reason())
+    }
+
+    fn away_because(&self, partition: i32, next: i64, waited: Duration, reason: &str) -> Error {
         Error::Unreachable {
             bootstrap_servers: self.kafka.bootstrap_servers.clone(),
             waited_ms: waited.as_millis() as u64,
             reason: format!(
-                "topic {} partition {partition} gave no record at offset {next}: {}",
-                self.topic,
-                self.context.reason()
+                "topic {} partition {partition} gave no record at offset {next}: {reason}",
+                self.topic
             ),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rdkafka::mocking::MockCluster;
+    use rdkafka::producer::DefaultProducerContext;
+    use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+
+    use super::*;
+    use crate::topic::{OutRecord, Producer};
+
+    /// Records in topic `t`.
+    const END: i64 = 300;
+
+    /// Two brokers of the client library, with [`END`] records in one partition. A fetch gives one of at least 30 batches.
+    fn cluster_with_records() -> (MockCluster<'static, DefaultProducerContext>, KafkaConfig) {
+        let cluster = MockCluster::new(2).unwrap();
+        cluster.create_topic("t", 1, 2).unwrap();
+        cluster.partition_leader("t", 0, Some(1)).unwrap();
+        let mut kafka = KafkaConfig::new(cluster.bootstrap_servers());
+        // The client fetches the next batch once it has handed out the last one.
+        kafka.properties.insert("queued.min.messages".to_owned(), "1".into());
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let producer = Producer::connect(&kafka).await.unwrap();
+            for _ in 0..END / 10 {
+                producer.send_all((0..10).map(|_| OutRecord::new("t", "v"))).await.unwrap();
+            }
+        });
+        (cluster, kafka)
+    }
+
+    #[test]
+    fn a_range_is_read_once_while_its_leader_changes() {
+        let (cluster, kafka) = cluster_with_records();
+        let mut reader = SpanReader::connect(&kafka, "t", Isolation::Committed).unwrap();
+        let mut offsets = Vec::new();
+        let outcome = reader.read(0, 0..END, &AtomicBool::new(false), &mut |record| {
+            match record.offset {
+                50 => cluster.partition_leader("t", 0, Some(2)).unwrap(),
+                150 => cluster.partition_leader("t", 0, Some(1)).unwrap(),
+                _ => {}
+            }
+            offsets.push(record.offset);
+            Ok(ControlFlow::Continue(()))
+        });
+        outcome.unwrap();
+        assert!(offsets.into_iter().eq(0..END));
+    }
+
+    #[test]
+    fn offsets_are_asked_for_again_while_a_leader_changes() {
+        let (cluster, kafka) = cluster_with_records();
+        let reader = SpanReader::connect(&kafka, "t", Isolation::Committed).unwrap();
+        // One error for each of the two ends of the log.
+        let moved = RDKafkaRespErr::RD_KAFKA_RESP_ERR_NOT_LEADER_FOR_PARTITION;
+        cluster.request_errors(RDKafkaApiKey::ListOffsets, &[moved; 2]);
+        assert_eq!(reader.watermarks().unwrap(), BTreeMap::from([(0, (0, END))]));
+    }
+
+    #[test]
+    fn a_partition_without_a_leader_is_named_and_read_later() {
+        let (cluster, kafka) = cluster_with_records();
+        cluster.partition_leader("t", 0, None).unwrap();
+        let mut reader = SpanReader::connect(&kafka, "t", Isolation::Committed).unwrap();
+        let mut rows = 0;
+        let mut read = || {
+            reader.read(0, 7..END, &AtomicBool::new(false), &mut |_| {
+                rows += 1;
+                Ok(ControlFlow::Continue(()))
+            })
+        };
+        let error = read().unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_retryable(), "{text}");
+        for word in ["topic t partition 0", "offset 7", "no broker leads", kafka.bootstrap_servers.as_str()] {
+            assert!(text.contains(word), "{text}");
+        }
+        cluster.partition_leader("t", 0, Some(2)).unwrap();
+        read().unwrap();
+        assert_eq!(rows, END - 7);
     }
 }

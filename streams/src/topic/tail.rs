@@ -8,10 +8,11 @@
 //! because another topic has that name now. New records get the lost offsets, and a reader that has passed them would
 //! miss these records. A position therefore moves only where the log still holds the offsets that it passes.
 
-use rdkafka::consumer::{BaseConsumer, Consumer as _};
+use rdkafka::consumer::BaseConsumer;
 use rdkafka::error::KafkaResult;
 
-use super::client::{ANSWER_WAIT, Context};
+use super::client::Context;
+use super::leader::watermarks_of_partition;
 
 /// What a reader does about the end of a partition before the offset that it expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +29,7 @@ pub(crate) enum TailAction {
 /// Decides about the end of a partition before `end`. `is_confirmed`: the log held all offsets before `end` at a check
 /// that came before the read from the position.
 ///
-/// Asks the brokers, and waits for [`ANSWER_WAIT`] at most.
+/// Asks the brokers, and waits for as long as [`watermarks_of_partition`].
 ///
 /// # Errors
 /// The client library's.
@@ -38,7 +39,7 @@ pub(crate) fn at_end(
     end: i64,
     is_confirmed: bool,
 ) -> KafkaResult<TailAction> {
-    let marks = client.fetch_watermarks(topic, partition, ANSWER_WAIT)?;
+    let marks = watermarks_of_partition(client, topic, partition)?;
     Ok(decide(marks, end, is_confirmed))
 }
 

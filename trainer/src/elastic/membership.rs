@@ -487,9 +487,11 @@ impl Membership {
             let who = member.peer().to_string();
             match unread.is_zero() {
                 false => {
-                    tracing::warn!("the volumes give no rows to {who}, which tries again: its step waits")
+                    tracing::warn!(
+                        "the volumes or brokers give no rows to {who}, which tries again: its step waits"
+                    )
                 }
-                true => tracing::info!("the volumes give rows to {who} again"),
+                true => tracing::info!("{who} reads rows again"),
             }
         }
         member.read_in_vain |= member.arrived.is_none() && unread > member.unread;
