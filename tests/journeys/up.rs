@@ -294,6 +294,44 @@ fn a_service_trains_on_each_newer_snapshot() {
 }
 
 #[test]
+fn a_service_trains_once_on_a_mixture_with_a_topic() {
+    let home = Home::new();
+    let config = home.file(
+        "up.toml",
+        "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nmetrics = \"127.0.0.1:0\"\ntrain = [\"train.toml\"]\n",
+    );
+    let mixture = "[\"topic:digits@latest=0.5\", \"files@latest:/train=0.5\"]";
+    let job = JOB.replace("\"digits@frozen:/train\"", mixture).replace("epochs_max = 3", "epochs_max = 1");
+    home.file("train.toml", job);
+    let config = config.to_str().unwrap();
+    let records = project().join("examples/digits/digits-test.jsonl");
+    home.ok(["volume", "create", "files"]);
+    home.ok(["cp", records.to_str().unwrap(), "files:/train/a.jsonl"]);
+    let mut up = home.start(["--config", config, "up", "--json"]);
+    let metrics = up.object()["metrics"].as_str().unwrap().to_owned();
+    home.ok(["--config", config, "produce", "digits", records.to_str().unwrap()]);
+    until("the training waits for the snapshot beside the topic", || {
+        let text = http_get(&metrics, "/metrics");
+        text.lines().any(|line| line == "millrace_up_part_waiting{part=\"train train.toml\"} 1")
+    });
+    home.ok(["snapshot", "create", "files@one"]);
+    let trained_on = |version: &str| {
+        let output =
+            home.run(["model", "show", "digits", "--volume", "files", "--version", version, "--json"]);
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    };
+    until("the first version is there", || trained_on("1").is_some());
+    let shown: serde_json::Value = serde_json::from_str(&trained_on("1").unwrap()).unwrap();
+    let sources = &shown["lineage"]["mixture"];
+    let topic = sources[0]["dataset"].as_str().unwrap();
+    assert!(topic.starts_with("topic:digits@latest?offsets=0:0-360:"), "{shown}");
+    assert_eq!((&sources[1]["dataset"], &sources[1]["weight"]), (&"files@one:/train".into(), &"0.5".into()));
+    home.ok(["snapshot", "create", "files@two"]);
+    assert_eq!(up.stop(), 0);
+    assert!(trained_on("2").is_none(), "once, whatever arrives or is created later");
+}
+
+#[test]
 fn kubernetes_service_variables_are_ignored() {
     let home = Home::new();
     let output = home

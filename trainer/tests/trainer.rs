@@ -20,6 +20,8 @@ mod goals;
 mod hosts;
 #[path = "trainer/joined.rs"]
 mod joined;
+#[path = "trainer/mixed_topics.rs"]
+mod mixed_topics;
 #[path = "trainer/mixtures.rs"]
 mod mixtures;
 #[path = "trainer/modes.rs"]

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, AsArray, ListArray, RecordBatch};
 use arrow::datatypes::{Float32Type, Int64Type};
 use millrace_datafs::{Datafs, Publish};
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::KafkaConfig;
+use millrace_streams::dataset::SourceSpec;
 use millrace_streams::feed::{FeedOptions, Mixture, MixtureFeed, PlanOptions, Until, Weight};
 use millrace_trainer::job::JobFile;
 use millrace_trainer::{End, TrainReport, train};
@@ -33,7 +34,7 @@ fn mixed_home() -> TempDir {
     home
 }
 
-fn mixed(name: &str, sources: &str, more: &str) -> JobFile {
+pub(super) fn mixed(name: &str, sources: &str, more: &str) -> JobFile {
     let text = job_text(name, more).replacen("\"data@v1:/train\"", &format!("[{sources}]"), 1);
     JobFile::parse(&text).unwrap()
 }
@@ -42,24 +43,26 @@ fn trained(home: &Path, name: &str, more: &str) -> TrainReport {
     run(setup(home), mixed(name, SOURCES, more), |_| {}).unwrap()
 }
 
-/// The identity of the feed's order for the same datasets, weights, seed and batch.
-fn order_of_feed(home: &Path) -> String {
+/// The identity of the feed's order for datasets with weights, and the seed and the batch of the jobs.
+pub(super) fn order_of_feed(home: &Path, sources: &[(&str, &str)], kafka: Option<&KafkaConfig>) -> String {
     let datafs = Datafs::open(home, &millrace_datafs::Config::default()).unwrap();
     runtime().block_on(async {
         let mut datasets = Vec::new();
-        for (spec, weight) in [("data@v1:/train", "0.7"), ("more@v2:/train", "0.3")] {
-            let dataset = spec.parse::<DatasetSpec>().unwrap().open(&datafs).await.unwrap();
+        for (spec, weight) in sources {
+            let dataset = spec.parse::<SourceSpec>().unwrap().open(&datafs, kafka).await.unwrap();
             datasets.push((dataset, weight.parse::<Weight>().unwrap()));
         }
         let options = PlanOptions { seed: 11, batch_rows: 32, ..PlanOptions::default() };
         let mixture = Mixture::plan(&datasets, &options, Until::First).await.unwrap();
         let stores: Vec<_> = datasets.iter().map(|(dataset, _)| Arc::clone(dataset.store())).collect();
-        MixtureFeed::open(mixture, &stores, &FeedOptions::default()).unwrap().mixture().id().to_string()
+        let columns = ["pixels", "label"].map(str::to_owned).to_vec();
+        let options = FeedOptions { columns: Some(columns), ..FeedOptions::default() };
+        MixtureFeed::open(mixture, &stores, &options).unwrap().mixture().id().to_string()
     })
 }
 
 /// The identity of the order in the newest checkpoint of a run.
-fn order_of_run(home: &Path, report: &TrainReport) -> String {
+pub(super) fn order_of_run(home: &Path, report: &TrainReport) -> String {
     let datafs = Datafs::open(home, &millrace_datafs::Config::default()).unwrap();
     let models = volume(&datafs, "models");
     let folder = format!("checkpoints/{}/{}", report.job, &report.run[..16]);
@@ -79,7 +82,8 @@ fn a_mixture_trains_the_same_model_after_a_kill_and_a_stop_and_names_its_sources
     assert_eq!((alone.end, &alone.rows_per_epoch[..]), (End::EpochsDone, &[297; 30][..]));
     assert_eq!(alone.steps, (30u64 * 297).div_ceil(32));
     assert!(alone.accuracy.unwrap() > 0.95, "{alone:?}");
-    assert_eq!(order_of_run(home.path(), &alone), order_of_feed(home.path()));
+    let sources = [("data@v1:/train", "0.7"), ("more@v2:/train", "0.3")];
+    assert_eq!(order_of_run(home.path(), &alone), order_of_feed(home.path(), &sources, None));
 
     let published = bundle(home.path(), "w1", 1);
     let lineage = &published.manifest().lineage;

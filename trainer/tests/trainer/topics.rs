@@ -1,5 +1,6 @@
 //! Tests of jobs on a topic: rows of bounded offsets, resumed with the same ones.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,23 +15,29 @@ use tokio_util::sync::CancellationToken;
 
 use super::{ROWS, bundle, home, job, rows, run, runtime, setup};
 
-/// Produces rows as JSON, to two partitions.
-async fn produce(kafka: &KafkaConfig, range: std::ops::Range<usize>) {
-    let batch = rows(range.clone());
+/// Rows as JSON objects.
+pub(super) fn json_rows(range: Range<usize>) -> Vec<String> {
+    let batch = rows(range);
     let pixels = batch.column(0).as_fixed_size_list();
     let labels = batch.column(1).as_primitive::<Int64Type>().values();
-    let record = |(at, row): (usize, usize)| {
+    let row = |at: usize| {
         let pixels = pixels.value(at);
         let pixels = pixels.as_primitive::<Float32Type>().values().to_vec();
-        let value = format!("{{\"pixels\":{pixels:?},\"label\":{}}}", labels[at]);
-        OutRecord::new("points", value).partition(row as i32 % 2)
+        format!("{{\"pixels\":{pixels:?},\"label\":{}}}", labels[at])
     };
+    (0..batch.num_rows()).map(row).collect()
+}
+
+/// Produces rows as JSON, to two partitions.
+pub(super) async fn produce(kafka: &KafkaConfig, range: Range<usize>) {
+    let values = range.clone().zip(json_rows(range));
+    let record = |(row, value): (usize, String)| OutRecord::new("points", value).partition(row as i32 % 2);
     let producer = Producer::connect(kafka).await.unwrap();
-    producer.send_all(range.enumerate().map(record)).await.unwrap();
+    producer.send_all(values.map(record)).await.unwrap();
 }
 
 /// A broker with [`ROWS`] rows in the topic `points`.
-async fn start(log: &Path) -> (Broker, KafkaConfig) {
+pub(super) async fn start(log: &Path) -> (Broker, KafkaConfig) {
     let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
     let broker = Broker::start(config, log, CancellationToken::new()).await.unwrap();
     let kafka = KafkaConfig::new(broker.addr().to_string());
