@@ -15,7 +15,7 @@
 //! - [`join`]: workers that join from other machines;
 //! - [`script`]: Python scripts and other programs on the processes of several machines.
 //!
-//! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
+//! Out of scope: landing topics in volumes (`ingest`), serving, and any data format
 //! except Arrow columns and ONNX.
 //!
 //! Invariants:
