@@ -25,7 +25,8 @@ use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
 /// The batches of a mixture. Cheap to clone; clones share the caches.
 ///
 /// Memory: that of a [`Feed`] for each source. Of the cache limit each source has its working set first, and its part by
-/// weight of the rest. The sources share the bounds of one feed for images that are decoded. A stream assembles at most 512 MiB of tensors or packed tokens ahead, or one batch.
+/// weight of the rest. The sources share the bounds of one feed for images that are decoded. A stream assembles at most
+/// 512 MiB of tensors or packed tokens ahead, or one batch.
 #[derive(Clone)]
 pub struct MixtureFeed {
     inner: Arc<Inner>,
