@@ -5,6 +5,9 @@
 //! that the order gives each row, together with a sum of row hashes. At the end of an epoch both must match
 //! the rows of the epoch, all or a part of the selected rows of the dataset. That holds only if each of them came exactly
 //! once (up to hash collisions).
+//!
+//! Losses and correct answers come as sums over a step. A step with rows of several epochs is divided among them by
+//! [`Share::take`]: each epoch has the part of the sums that its rows have of the step's rows.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -26,10 +29,12 @@ const LANES_PER_SHARD: usize = 3;
 pub struct EpochRecord {
     /// Rows delivered to applied steps, counted from their ids.
     pub rows: u64,
-    /// Mean training loss over the steps of the epoch, at the weights of each step. Rows count with the weights
-    /// of their labels.
+    /// Mean training loss of the epoch's rows, at the weights of each step. Rows count with the weights of their
+    /// labels. A step with rows of several epochs adds to each the part of its loss and weight that the epoch's rows
+    /// have of its rows.
     pub loss: f64,
-    /// Share of the rows without an ignored label that were classified correctly; 0 for regression.
+    /// Share of the rows without an ignored label that were classified correctly; 0 for regression. Steps with rows of
+    /// several epochs are divided as for the loss, in whole rows.
     pub accuracy: f64,
 }
 
@@ -47,10 +52,10 @@ pub(crate) struct Count {
 pub(crate) struct Ledger {
     pub(crate) epochs: Vec<EpochRecord>,
     open: BTreeMap<u64, Count>,
-    /// Rows since the last complete epoch.
+    /// Rows of the next epoch to close. Earlier releases left out those of the step that closed the epoch before.
     rows: u64,
     correct: u64,
-    /// Sum of the steps' losses, in step order.
+    /// Sum of the losses of `rows`, in step order.
     loss: f64,
     /// Those of `rows` with the ignored label.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -58,6 +63,52 @@ pub(crate) struct Ledger {
     /// Sum of the weights of `rows`; none if each of them weighs 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weight: Option<f64>,
+    /// Figures of the newest step for epochs after the next one to close. Empty once that step's epochs are closed, so
+    /// no checkpoint has it.
+    #[serde(skip)]
+    later: BTreeMap<u64, Share>,
+}
+
+/// Figures of rows of a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Share {
+    rows: u64,
+    correct: u64,
+    ignored: u64,
+    loss: f64,
+    weight: f64,
+}
+
+impl Share {
+    /// Takes the figures of `rows` of these rows: `rows` of `self.rows` parts of the loss and of the weight, and as many
+    /// of the rows without an ignored label and of the correct ones, rounded down. The last rows get what is left.
+    ///
+    /// Every worker divides the same sums, so the results have the same bits.
+    fn take(&mut self, rows: u64) -> Share {
+        if rows >= self.rows {
+            return std::mem::take(self);
+        }
+        let (part, whole) = (rows as f64, self.rows as f64);
+        // The quotient is at most `count`.
+        let count_of = |count: u64| (u128::from(count) * u128::from(rows) / u128::from(self.rows)) as u64;
+        let scored = count_of(self.rows.saturating_sub(self.ignored));
+        let taken = Share {
+            rows,
+            correct: count_of(self.correct),
+            ignored: rows.saturating_sub(scored),
+            // Multiplied first: weights of 1 give exactly `rows`.
+            loss: self.loss * part / whole,
+            weight: self.weight * part / whole,
+        };
+        *self = Share {
+            rows: self.rows - taken.rows,
+            correct: self.correct - taken.correct,
+            ignored: self.ignored.saturating_sub(taken.ignored),
+            loss: self.loss - taken.loss,
+            weight: self.weight - taken.weight,
+        };
+        taken
+    }
 }
 
 fn is_zero(count: &u64) -> bool {
@@ -253,22 +304,40 @@ fn mean(sum: f64, weight: f64) -> f64 {
 }
 
 impl Ledger {
-    /// Adds the tally of an applied step.
+    /// Adds the tally of an applied step. Close the epochs that end with it before the next one.
     pub(crate) fn add(&mut self, tally: &Tally) {
-        let weight = self.weight() + tally.weight();
-        self.rows += tally.rows;
-        self.weight = (weight != self.rows as f64).then_some(weight);
-        self.correct += tally.correct;
-        self.ignored += tally.ignored;
-        self.loss += tally.loss();
+        let next = self.epochs.len() as u64;
+        let mut left = Share {
+            rows: tally.rows,
+            correct: tally.correct,
+            ignored: tally.ignored,
+            loss: tally.loss(),
+            weight: tally.weight(),
+        };
         for (epoch, count) in (tally.first_epoch..).zip(&tally.counts) {
             let open = self.open.entry(epoch).or_default();
             open.rows += count.rows;
             open.digest = open.digest.wrapping_add(count.digest);
+            let share = left.take(count.rows);
+            if epoch <= next {
+                self.add_share(share);
+            } else {
+                self.later.insert(epoch, share);
+            }
         }
     }
 
-    /// The weight of the rows since the last complete epoch.
+    /// Adds figures of rows of the next epoch to close.
+    fn add_share(&mut self, share: Share) {
+        let weight = self.weight() + share.weight;
+        self.rows += share.rows;
+        self.weight = (weight != self.rows as f64).then_some(weight);
+        self.correct += share.correct;
+        self.ignored += share.ignored;
+        self.loss += share.loss;
+    }
+
+    /// The weight of the rows of the next epoch to close.
     fn weight(&self) -> f64 {
         self.weight.unwrap_or(self.rows as f64)
     }
@@ -280,7 +349,7 @@ impl Ledger {
         if count.rows != rows {
             return Err(EpochError::Rows { delivered: count.rows, rows });
         }
-        // The steps since the last epoch may be few: only as many rows as an epoch has tell that none counts.
+        // After a checkpoint of an earlier release the figures lack rows: only all rows of an epoch tell that none counts.
         let is_weightless = self.rows > 0 && self.weight() == 0.0;
         if is_weightless && (self.rows >= rows || self.epochs.is_empty()) {
             return Err(EpochError::Weightless);
@@ -288,7 +357,7 @@ impl Ledger {
         if count.digest != digest {
             return Err(EpochError::Twice { rows });
         }
-        // Several epochs may end with one step; the later ones share the figures of the first.
+        // After a checkpoint of an earlier release an epoch may have no figures; it repeats those of the last one.
         let record = match (self.rows == 0 || is_weightless, self.epochs.last()) {
             (true, Some(last)) => EpochRecord { rows: count.rows, ..*last },
             _ => EpochRecord {
@@ -300,6 +369,9 @@ impl Ledger {
         self.epochs.push(record);
         (self.rows, self.correct, self.loss) = (0, 0, 0.0);
         (self.ignored, self.weight) = (0, None);
+        if let Some(share) = self.later.remove(&(epoch + 1)) {
+            self.add_share(share);
+        }
         Ok(record)
     }
 }

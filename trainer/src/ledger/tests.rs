@@ -2,7 +2,7 @@
 
 use crate::engine::ChannelMoments;
 
-use super::{EpochError, Ledger, RowsDigest, Tally};
+use super::{EpochError, Ledger, RowsDigest, Share, Tally};
 
 /// The digest of the rows `0..rows`.
 fn epoch_digest(rows: u64) -> u64 {
@@ -52,10 +52,59 @@ fn epochs_that_roll_over_inside_a_step_are_counted_apart() {
     ledger.add(&step);
     ledger.add(&all_reduce(&[tally(0, 0, 1, &[(0, 2), (1, 2)]), tally(1, 0, 1, &[(0, 1)])]));
     let record = ledger.close_epoch(5, digest).unwrap();
-    assert_eq!((record.rows, record.loss), (5, 1.5 / 6.0));
+    // Two of the three rows of the second step belong to the epoch.
+    assert_eq!((record.rows, record.loss), (5, 1.5 / 5.0));
     ledger.add(&tally(0, 1, 1, &[(1, 0), (1, 1), (1, 3), (1, 4)]));
     assert_eq!(ledger.close_epoch(5, digest).unwrap().rows, 5);
     assert_eq!(ledger.epochs.len(), 2);
+}
+
+#[test]
+fn step_within_several_epochs_counts_for_each_in_proportion_to_its_rows() {
+    let mut ledger = Ledger::default();
+    let mut within = tally(0, 0, 0, &[(0, 0), (0, 1)]);
+    within.shard(0, 4.0, 2.0, 1.0);
+    within.correct = 2;
+    ledger.add(&within);
+    // One row ends epoch 0, three are epoch 1, two begin epoch 2.
+    let mut across = tally(0, 0, 2, &[(0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]);
+    across.shard(0, 12.0, 6.0, 1.0);
+    (across.correct, across.ignored) = (3, 1);
+    ledger.add(&across);
+    let digest = epoch_digest(3);
+    let first = ledger.close_epoch(3, digest).unwrap();
+    // 1/6 of the step: a loss of 2; of 3 correct rows 0.5, of 5 scored ones 0.83, both rounded down to none.
+    assert_eq!((first.rows, first.loss, first.accuracy), (3, 6.0 / 3.0, 1.0));
+    let second = ledger.close_epoch(3, digest).unwrap();
+    // 3 of the 5 rows left: a loss of 6; 1 of 3 correct rows, 3 of 5 scored ones.
+    assert_eq!((second.rows, second.loss, second.accuracy), (3, 2.0, 1.0 / 3.0));
+    // Between steps nothing is left outside the checkpoint.
+    let text = serde_json::to_string(&ledger).unwrap();
+    let mut restored: Ledger = serde_json::from_str(&text).unwrap();
+    assert_eq!(restored, ledger);
+    let mut end = tally(0, 2, 2, &[(2, 2)]);
+    end.shard(0, 5.0, 1.0, 1.0);
+    for ledger in [&mut ledger, &mut restored] {
+        ledger.add(&end);
+        let third = ledger.close_epoch(3, digest).unwrap();
+        // What is left of the step, 4 of its loss and 2 correct rows, and the row after it.
+        assert_eq!((third.rows, third.loss, third.accuracy), (3, 9.0 / 3.0, 2.0 / 3.0));
+    }
+    assert_eq!(restored, ledger);
+}
+
+#[test]
+fn shares_of_a_step_sum_to_it() {
+    let whole = Share { rows: 11, correct: 7, ignored: 3, loss: 5.5, weight: 11.0 };
+    let mut left = whole;
+    let shares = [4, 0, 6, 1].map(|rows| left.take(rows));
+    assert_eq!(left, Share::default());
+    let sum = |of: fn(&Share) -> u64| shares.iter().map(of).sum::<u64>();
+    assert_eq!((sum(|s| s.rows), sum(|s| s.correct), sum(|s| s.ignored)), (11, 7, 3));
+    for share in shares {
+        assert_eq!((share.weight, share.loss), (share.rows as f64, share.rows as f64 / 2.0));
+        assert!(share.correct + share.ignored <= share.rows, "{share:?}");
+    }
 }
 
 #[test]
