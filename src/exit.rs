@@ -103,6 +103,7 @@ fn pipe(error: &millrace_serving::pipe::Error) -> Exit {
     match error {
         E::Server(error) => serving(error),
         E::Fenced { .. } | E::InputChanged { .. } => Exit::Conflict,
+        E::Unfit { .. } => Exit::Usage,
         E::Infer(error) => infer(error),
         _ => Exit::Failed,
     }

@@ -257,6 +257,7 @@ impl Service {
                 progress,
                 waiting,
                 faults: Faults::default(),
+                allow_unfit: true,
             };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
             self.front.spawn_restarting(part, move || {

@@ -545,10 +545,14 @@ pub(crate) struct PipeArgs {
     /// Volume that holds the bundle and the pipe's progress
     #[arg(long)]
     pub(crate) volume: Name,
-    /// The record's field that holds the input
-    #[arg(long, default_value = "input", value_name = "FIELD")]
-    pub(crate) input: String,
+    /// The record's field that holds the input [default: the fields of the model's training, or else input]
+    #[arg(long, value_name = "FIELD")]
+    pub(crate) input: Option<String>,
     /// Run until stopped, not just to the current end of the topic
     #[arg(long)]
     pub(crate) follow: bool,
+    /// Make dead letters of all records where no record of the first batch fits the model, instead of an error; --follow
+    /// always does
+    #[arg(long)]
+    pub(crate) allow_unfit: bool,
 }

@@ -14,16 +14,28 @@ use crate::failure::{Exit, fail};
 use crate::output::count;
 use crate::settings::instead;
 
+/// The field, and the input, where neither the command line nor the model names one.
+const INPUT: &str = "input";
+/// Most partitions whose positions a note tells.
+const PARTITIONS_SHOWN_MAX: usize = 8;
+
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let mut config = config(context, &args)?;
+    pipe::check(&config)?;
     let mut serving = context.loaded.settings.serving.clone();
     // No client can tell this process which models to load.
     serving.control = Control::Poll;
     serving.load.clear();
     let datafs = context.volumes().await?;
-    let spec = live(&args.volume);
-    let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
+    let (spec, pipe_of_positions) = (live(&args.volume), config.clone());
+    let (view, stored) = context
+        .blocking(move || {
+            let view = datafs.view(&spec)?;
+            let stored = pipe::offsets(&view, &pipe_of_positions)?;
+            Ok((view, stored))
+        })
+        .await?;
     // Loading a model and waiting for a broker can take long; a signal ends both.
     let opening = async {
         let repository = Repository::open(Source::volume(&view), &serving).await?;
@@ -34,20 +46,24 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     };
     let (repository, session) = opened?;
     let inference = Inference::new(repository.clone());
-    // `--input` feeds the model's only input, whatever its name. A following pipe that still waits for its
-    // model keeps the default name.
+    // `--input` feeds the model's only input, whatever its name. Without it, the fields of the training do. A following
+    // pipe that still waits for its model keeps the default name of the input.
     if args.pipe.is_none()
         && let Ok(model) = repository.get(&config.model, None)
         && let [input] = &model.signature().inputs[..]
     {
-        config.columns = BTreeMap::from([(input.name.clone(), args.input.clone())]);
+        let is_trained = model.manifest().fields.contains_key(&input.name);
+        config.columns = match &args.input {
+            None if is_trained => BTreeMap::new(),
+            field => BTreeMap::from([(input.name.clone(), field.as_deref().unwrap_or(INPUT).to_owned())]),
+        };
     }
     let spinner = context.out.progress("pipe", "", None);
     let polling = AbortOnDropHandle::new(tokio::spawn({
         let stop = context.stop.child_token();
         async move { repository.poll(stop).await }
     }));
-    let report = predict(context, &config, (inference, view), session, args.follow).await;
+    let report = predict(context, &config, (inference, view), session, &args).await;
     drop(polling);
     spinner.finish_and_clear();
     let report = report?;
@@ -75,17 +91,42 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
             config.dead_letter_topic()
         ));
     }
+    if report.records == 0 && !args.follow && !context.stop.is_cancelled() {
+        context.out.note(&nothing_read(&config, &stored));
+    }
     if args.follow { Ok(()) } else { context.interrupted("pipe") }
 }
 
-/// Runs the pipe. With `follow`, continues with the successor of a lost broker.
+/// The note of a run that has read no record; `stored` holds the positions before it.
+fn nothing_read(config: &PipeConfig, stored: &BTreeMap<i32, i64>) -> String {
+    let PipeConfig { name, input, .. } = config;
+    if stored.values().all(|next| *next == 0) {
+        return format!("topic {input} has no records for pipe {name}");
+    }
+    let mut places: Vec<String> = stored
+        .iter()
+        .take(PARTITIONS_SHOWN_MAX)
+        .map(|(partition, next)| format!("offset {next} of partition {partition}"))
+        .collect();
+    if stored.len() > places.len() {
+        places.push(format!("{} more partitions", stored.len() - places.len()));
+    }
+    format!(
+        "pipe {name} has read topic {input} to its end: its stored position is {}; to predict the records again, give the \
+         pipe another name (--name, or name in [[serving.pipes]]), under which it begins at the first record",
+        places.join(", ")
+    )
+}
+
+/// Runs the pipe. With `--follow`, continues with the successor of a lost broker.
 async fn predict(
     context: &Context,
     config: &PipeConfig,
     (inference, progress): (Inference, View),
     mut session: TopicSession,
-    follow: bool,
+    args: &PipeArgs,
 ) -> Result<PipeReport> {
+    let follow = args.follow;
     let until = if follow { Until::Forever } else { Until::CaughtUp };
     let mut report = PipeReport::default();
     let faults = Faults::default();
@@ -96,6 +137,7 @@ async fn predict(
             progress: progress.clone(),
             waiting: Waiting::default(),
             faults: faults.clone(),
+            allow_unfit: args.allow_unfit,
         };
         let stop = context.stop.child_token();
         let mut running = std::pin::pin!(pipe::run(config, deps, until, stop.clone()));
@@ -160,7 +202,25 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
         input: input.clone(),
         output: output.clone(),
         model: model.clone(),
-        columns: BTreeMap::from([("input".to_owned(), args.input.clone())]),
+        columns: args.input.iter().map(|field| (INPUT.to_owned(), field.clone())).collect(),
         ..PipeConfig::default()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn run_that_reads_nothing_names_its_position_and_the_way_back() {
+        let config = PipeConfig { name: "p".into(), input: "in".into(), ..PipeConfig::default() };
+        let note = |positions: &[(i32, i64)]| nothing_read(&config, &positions.iter().copied().collect());
+        assert_eq!(note(&[]), "topic in has no records for pipe p");
+        assert_eq!(note(&[(0, 0), (1, 0)]), "topic in has no records for pipe p");
+        let read = note(&[(0, 55), (1, 0)]);
+        assert!(read.contains("offset 55 of partition 0, offset 0 of partition 1;"), "{read}");
+        assert!(read.contains("--name"), "{read}");
+        let many: Vec<(i32, i64)> = (0..50).map(|partition| (partition, 7)).collect();
+        assert!(note(&many).contains("offset 7 of partition 7, 42 more partitions;"), "{}", note(&many));
+    }
 }

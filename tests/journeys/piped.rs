@@ -21,8 +21,19 @@ fn new_pipe_starts_at_the_first_record_and_a_recreated_topic_needs_a_new_pipe() 
     };
     home.ok(["produce", "asked", records(5).to_str().unwrap()]);
     let predicted = |more: &[&str]| home.json([&PIPE[..], more].concat())["predicted"].clone();
+    // A wrong field stops the command before it moves the position.
+    let wrong = [&PIPE[..PIPE.len() - 1], &["y"]].concat();
+    let (code, line) = home.fails(wrong);
+    assert_eq!(code, 2, "{line}");
+    for part in ["topic asked", "no field \"y\"", "\"id\", \"x\"", "--input", "--allow-unfit"] {
+        assert!(line.contains(part), "{line}");
+    }
     assert_eq!(predicted(&[]), 5);
     assert_eq!(predicted(&[]), 0);
+    let again = home.run(PIPE);
+    let note = String::from_utf8(again.stderr).unwrap();
+    assert!(again.status.success() && note.contains("offset 5 of partition 0"), "{note}");
+    assert!(note.contains("--name"), "{note}");
     assert_eq!(predicted(&["--name", "second"]), 5);
 
     home.ok(["topic", "delete", "asked", "--yes"]);

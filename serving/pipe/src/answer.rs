@@ -14,9 +14,9 @@ use super::faults::Faults;
 use super::output::Writer;
 use super::waiting::Waiting;
 use super::{CHUNK_BYTES_MAX, PipeReport, Until};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::InferError;
+use millrace_serving_core::error::{InferError, quote};
 use millrace_serving_core::metrics::PIPE_RECORDS;
 use millrace_serving_core::record::{Mapping, Row, RowOutputs, parse, row_outputs};
 use millrace_serving_repository::infer::{Inference, Request};
@@ -27,6 +27,8 @@ const DRAIN_MAX: Duration = Duration::from_secs(10);
 const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// Most retries while the server is busy.
 const ATTEMPTS_MAX: u32 = 100;
+/// Most fields of a record that an error names.
+const FIELDS_SHOWN_MAX: usize = 20;
 
 /// The state that answers the records of one run.
 pub(super) struct Pipe<'a> {
@@ -41,6 +43,9 @@ pub(super) struct Pipe<'a> {
     pub(super) answer_bytes: Option<usize>,
     /// Whether this run has warned of a dead letter: a wrong mapping rejects every record.
     pub(super) has_warned: bool,
+    /// Whether a batch without a record that has the model's inputs becomes dead letters: always for a pipe that runs
+    /// forever, else once a batch had such a record.
+    pub(super) may_be_unfit: bool,
     pub(super) until: Until,
     pub(super) report: &'a mut PipeReport,
     pub(super) cancel: &'a CancellationToken,
@@ -85,8 +90,24 @@ fn bytes_of(record: &OutRecord) -> usize {
     record.payload.as_ref().map_or(0, Bytes::len) + record.key.as_ref().map_or(0, Bytes::len)
 }
 
+/// The names of a record's fields, as an error tells them.
+fn fields_of(record: &Map<String, Value>) -> String {
+    if record.is_empty() {
+        return "; it has no fields".to_owned();
+    }
+    let names: Vec<String> = record.keys().take(FIELDS_SHOWN_MAX).map(|name| quote(name)).collect();
+    let more = match record.len() - names.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("; its fields are {}{more}", names.join(", "))
+}
+
 impl Pipe<'_> {
     /// Predicts a batch and writes the answers; `false` if cancelled before they were written.
+    ///
+    /// # Errors
+    /// Among others [`Error::Unfit`], before anything is written.
     pub(super) async fn answer(&mut self, records: &Records<'_>) -> Result<bool> {
         let Some(model) = self.model().await? else {
             return Ok(false);
@@ -111,6 +132,7 @@ impl Pipe<'_> {
         let mut out = Outbox::default();
         let mut reads: Vec<DecodedRecord> = Vec::new();
         let mut rows: Vec<Row> = Vec::new();
+        let mut unfit: Vec<(usize, InferError)> = Vec::new();
         for index in 0..records.len() {
             let (partition, offset) = (records.partition(index), records.offset(index));
             if self.answered.take(partition, offset, records.timestamp_ms(index))? {
@@ -121,11 +143,16 @@ impl Pipe<'_> {
                     reads.push(DecodedRecord { index, carried });
                     rows.push(row);
                 }
-                Err(error) => {
-                    let letter = self.reject(records, index, &error);
-                    out.push(index, Kind::DeadLetter, letter);
-                }
+                Err(error) => unfit.push((index, error)),
             }
+        }
+        self.may_be_unfit |= unfit.len() < records.len();
+        if let (false, Some((index, error))) = (self.may_be_unfit, unfit.first()) {
+            return Err(self.unfit(records, *index, error));
+        }
+        for (index, error) in &unfit {
+            let letter = self.reject(records, *index, error);
+            out.push(*index, Kind::DeadLetter, letter);
         }
         let rows_max = if model.rows().are_independent() { self.config.batch_rows_max } else { 1 };
         let mut done = 0;
@@ -169,6 +196,20 @@ impl Pipe<'_> {
         }
         self.report.records += records.len() as u64;
         Ok(true)
+    }
+
+    /// The error for a first batch without a record that has the model's inputs; the record at `index` is the first one.
+    fn unfit(&self, records: &Records<'_>, index: usize, error: &InferError) -> Error {
+        let (partition, offset) = (records.partition(index), records.offset(index));
+        let record = records.value(index).and_then(|value| parse(value).ok());
+        let fields = record.as_ref().map(fields_of).unwrap_or_default();
+        Error::Unfit {
+            name: self.config.name.clone(),
+            topic: self.config.input.clone(),
+            model: self.config.model.clone(),
+            records: records.len(),
+            reason: format!("at partition {partition} offset {offset}, {error}{fields}"),
+        }
     }
 
     /// The dead letter of a record. Warns of the first one of a run; metrics count all.

@@ -50,6 +50,25 @@ pub enum Error {
         /// The difference.
         reason: String,
     },
+    /// No record of the first batch of a bounded run fits the model: a field has another name, or the topic is another
+    /// one. Nothing was written or committed.
+    #[error(
+        "pipe {name}: no record of the first batch of topic {topic} fits model {model} ({records} were read): {reason}; \
+         nothing was written and the position has not moved; name the field with --input of millrace pipe or columns in \
+         [[serving.pipes]], or make dead letters of these records with --allow-unfit"
+    )]
+    Unfit {
+        /// Name of the pipe.
+        name: String,
+        /// Input topic.
+        topic: String,
+        /// Model.
+        model: String,
+        /// Number of records in the batch.
+        records: usize,
+        /// The first record's place, fault and fields.
+        reason: String,
+    },
 }
 
 impl Error {
@@ -60,7 +79,7 @@ impl Error {
             Error::Datafs(source) => source.is_retryable(),
             Error::Streams(source) => source.is_retryable(),
             Error::Infer(source) => source.is_retryable(),
-            Error::Fenced { .. } | Error::InputChanged { .. } => false,
+            Error::Fenced { .. } | Error::InputChanged { .. } | Error::Unfit { .. } => false,
         }
     }
 

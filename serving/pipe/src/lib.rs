@@ -7,7 +7,8 @@
 //! a process that was just killed) can still appear twice. Every prediction names its source (`source:
 //! {topic, partition, offset}` in the value, `millrace-source` in the headers), so that a consumer can drop
 //! duplicates. Records that cannot be predicted go to the dead-letter topic with the reason; no record is
-//! dropped. A fault of the server is not the record's: after 16 internal errors without an answer between, the pipe
+//! dropped. A bounded run ([`Until::CaughtUp`]) whose first batch has no record with the model's inputs ends with
+//! [`Error::Unfit`] and writes nothing: a wrong field name would make dead letters of the whole topic. A fault of the server is not the record's: after 16 internal errors without an answer between, the pipe
 //! ends and does not commit the batch.
 //!
 //! A pipe is identified by its name, model, input and output; positions and answers belong to one identity.
@@ -73,6 +74,9 @@ pub struct Deps {
     pub waiting: Waiting,
     /// Failures of the server in a row. Those of the run before, where a pipe is started again after an error.
     pub faults: Faults,
+    /// Under [`Until::CaughtUp`]: go on when no record of the first batch has the model's inputs, and make dead letters of
+    /// them, instead of [`Error::Unfit`].
+    pub allow_unfit: bool,
 }
 
 /// When a pipe ends without being cancelled.
@@ -106,7 +110,7 @@ pub struct PipeReport {
 /// [`Error::Server`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::Fenced`] when another process runs
 /// the same pipe; [`Error::InputChanged`] when the input is not the topic that the pipe has read;
 /// [`Error::Infer`] when the server fails on every record, and under [`Until::CaughtUp`] when the model is not ready
-/// or stays busy.
+/// or stays busy; [`Error::Unfit`] under [`Until::CaughtUp`] without [`Deps::allow_unfit`].
 pub async fn run(
     config: &PipeConfig,
     deps: Deps,
@@ -193,6 +197,7 @@ async fn run_once(
         mapping: None,
         answer_bytes: None,
         has_warned: false,
+        may_be_unfit: until == Until::Forever || deps.allow_unfit,
         until,
         report,
         cancel,

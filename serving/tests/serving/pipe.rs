@@ -50,8 +50,14 @@ async fn world_of(model: &str, onnx: Vec<u8>) -> World {
     }
     let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
     let inference = Inference::new(repository);
-    let (waiting, faults) = (Waiting::default(), Faults::default());
-    let deps = Deps { kafka: kafka.clone(), inference, progress: view, waiting, faults };
+    let deps = Deps {
+        kafka: kafka.clone(),
+        inference,
+        progress: view,
+        waiting: Waiting::default(),
+        faults: Faults::default(),
+        allow_unfit: false,
+    };
     World { home, kafka, deps, broker }
 }
 
@@ -181,6 +187,54 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
     producer.send_all((100..110).map(record)).await.unwrap();
     assert_eq!(catch_up(&world).await.predicted, 10);
     assert_eq!(read(&world.kafka, "out").await.len(), 110);
+    world.broker.stop().await.unwrap();
+}
+
+/// A wrong field name, in one run and then in a later one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bounded_run_of_which_no_first_record_fits_writes_nothing_and_keeps_its_position() {
+    let world = world().await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    let record =
+        |id: usize| OutRecord::new("in", json!({ "id": id, "pixels": row_of(id), "tag": "t" }).to_string());
+    let right = PipeConfig { columns: [("input".to_string(), "pixels".to_string())].into(), ..pipe() };
+    for (records, offset) in [(0..20, 0), (20..25, 20)] {
+        let added = records.len() as u64;
+        producer.send_all(records.map(record)).await.unwrap();
+        let config = pipe();
+        let running = run(&config, world.deps.clone(), Until::CaughtUp, CancellationToken::new());
+        let ended = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap_err();
+        assert!(matches!(ended, pipe::Error::Unfit { .. }), "{ended:?}");
+        let line = ended.to_string();
+        let place = format!("partition 0 offset {offset}");
+        for part in ["topic in", &place, r#"no field "x""#, r#""id", "pixels", "tag""#, "--allow-unfit"] {
+            assert!(line.contains(part), "{line}");
+        }
+        assert!(topic::watermarks(&world.kafka, "out-dead").await.is_err(), "a dead letter was written");
+        let report = catch_up_as(&world, &right).await;
+        assert_eq!((report.records, report.predicted), (added, added));
+    }
+
+    // Allowed, and in a pipe that runs forever, they become dead letters with their places.
+    producer.send_all((25..28).map(record)).await.unwrap();
+    let (config, deps) = (pipe(), Deps { allow_unfit: true, ..world.deps.clone() });
+    let running = run(&config, deps, Until::CaughtUp, CancellationToken::new());
+    let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap();
+    assert_eq!((report.predicted, report.dead_letters), (0, 3));
+    let dead = read(&world.kafka, "out-dead").await;
+    let places: Vec<&str> = dead.iter().map(|seen| seen.headers["millrace-source"].as_str()).collect();
+    assert_eq!(places, ["in/0/25", "in/0/26", "in/0/27"]);
+    producer.send(record(28)).await.unwrap();
+    let (deps, cancel) = (world.deps.clone(), CancellationToken::new());
+    let running = tokio::spawn({
+        let cancel = cancel.clone();
+        async move { run(&pipe(), deps, Until::Forever, cancel).await }
+    });
+    committed(&world.deps.progress, |next| next == Some(b"29")).await;
+    cancel.cancel();
+    let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap().unwrap();
+    assert_eq!(report.dead_letters, 1);
     world.broker.stop().await.unwrap();
 }
 
