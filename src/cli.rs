@@ -270,11 +270,14 @@ pub(crate) enum ConfigCommand {
     },
 }
 
+/// Virtual shards of the job of the quickstart. Each worker needs at least one of them.
+pub(crate) const QUICKSTART_SHARDS: i64 = 12;
+
 /// `millrace quickstart`
 #[derive(Debug, Args)]
 pub(crate) struct QuickstartArgs {
     /// Training worker processes
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=QUICKSTART_SHARDS))]
     pub(crate) workers: u32,
     /// Seed of the weights and of the shuffle
     #[arg(long, default_value_t = 7)]

@@ -1,6 +1,6 @@
 //! Help texts whose paragraphs fit the terminal: clap wraps long lines, and keeps the breaks of the source.
 
-use clap::Command;
+use clap::{Arg, Command};
 
 /// The command with each paragraph of its help in one line, subcommands included.
 pub(crate) fn flowing(command: Command) -> Command {
@@ -10,6 +10,16 @@ pub(crate) fn flowing(command: Command) -> Command {
         None => command,
     };
     command.mut_subcommands(flowing)
+}
+
+/// The command for errors of the command line. Their usage lines leave out options that an environment variable may set:
+/// clap lists an option that is set, as `MILLRACE_HOME` sets `--home`, among the required ones.
+pub(crate) fn without_environment(command: Command) -> Command {
+    let hidden = |arg: Arg| {
+        let is_of_environment = arg.get_env().is_some();
+        if is_of_environment { arg.hide(true) } else { arg }
+    };
+    command.mut_args(hidden).mut_subcommands(without_environment)
 }
 
 /// Joins the lines of paragraphs. Lines that begin with a space, such as examples, stay lines of their own.
@@ -42,6 +52,22 @@ mod tests {
         assert_eq!(paragraphs(text), joined);
         assert_eq!(paragraphs(&paragraphs(text)), joined);
         assert_eq!(paragraphs(""), "");
+    }
+
+    #[test]
+    fn usage_line_of_an_error_shows_no_option_that_the_environment_may_set() {
+        // Given by the command line here, as all tests share one environment.
+        let cases: [(&[&str], &str); 3] = [
+            (&["millrace", "--home", "h", "volume", "create"], "Usage: millrace volume create "),
+            (&["millrace", "--home", "h", "--config", "c", "cp", "from"], "Usage: millrace cp "),
+            (&["millrace", "--home", "h", "pipe", "--from", "t"], "Usage: millrace pipe "),
+        ];
+        for (arguments, usage) in cases {
+            let command = without_environment(flowing(Cli::command()));
+            let told = command.try_get_matches_from(arguments).unwrap_err().to_string();
+            assert!(told.contains(usage), "{told}");
+            assert!(!told.contains("--home") && !told.contains("--config"), "{told}");
+        }
     }
 
     #[test]

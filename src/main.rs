@@ -28,6 +28,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
+use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches};
 use millrace_home::Home;
 use tokio_util::sync::CancellationToken;
@@ -55,7 +56,16 @@ fn main() -> ExitCode {
 
 /// Parses the command line; ends the process after help and after an error.
 fn command_line(arguments: Vec<OsString>) -> Cli {
-    let mut matches = help::flowing(Cli::command()).get_matches_from(arguments);
+    let command = || help::flowing(Cli::command());
+    let mut matches = command().try_get_matches_from(&arguments).unwrap_or_else(|error| {
+        // Help, also that for a missing subcommand, has no usage line of what was given.
+        let is_error =
+            error.use_stderr() && error.kind() != ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
+        let told = is_error
+            .then(|| help::without_environment(command()).try_get_matches_from(&arguments).err())
+            .flatten();
+        told.unwrap_or(error).exit()
+    });
     Cli::from_arg_matches_mut(&mut matches).unwrap_or_else(|error| error.exit())
 }
 
@@ -112,6 +122,10 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         cli.command
     {
         return commands::model::quantize::in_folder(out, args).await;
+    }
+    if let Command::Model(cli::ModelCommand::Show { model, models: Some(folder), version, .. }) = &cli.command
+    {
+        return commands::model::show_in_folder(out, model, folder, *version).await;
     }
     if let Command::Model(
         model @ (cli::ModelCommand::Init { .. }

@@ -80,9 +80,11 @@ pub fn mount_held(view: View, at: &Path, options: MountOptions, holder: &Path) -
 /// # Errors
 /// [`Error::NotFound`] when no volume is mounted there.
 pub fn umount(at: &Path) -> Result<()> {
-    let at = point::absolute(at)?;
+    let named = at;
+    let at = point::absolute(named)?;
     let Some(mounted) = point::find(&at)? else {
-        return Err(Error::not_found(format!("a mounted volume at {}", at.display())));
+        let what = format!("a mounted volume at {}", at.display());
+        return Err(Error::not_found_hinted(what, point::other_mounts(named)?));
     };
     if point::detach(&at, false).is_ok() {
         return Ok(());

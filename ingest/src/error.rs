@@ -83,7 +83,8 @@ pub enum Error {
     /// The records have no columns in common: most would be dead letters under an inferred schema.
     #[error(
         "ingest job {job}: {dead} of the first {records} records of topic {topic} would be dead letters \
-         (the first: {reason}); correct the job's topic, or declare its columns (schema) to land the rest"
+         (the first: {reason}); correct the job's topic, or declare its columns to land the rest: give the job a schema \
+         under [[ingest.jobs]], where the type json takes any value, and run millrace ingest --job {job}"
     )]
     MostlyDead {
         /// Job.

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,12 @@ from millrace.errors import (
     UnavailableError,
     UsageError,
 )
+from millrace.feed import Feed
 from millrace.volume import Volume
 
 __all__ = ["Published", "publish"]
 
+_DEFAULT_VOLUME = "models"
 # The folder of a volume in which servers look for models.
 _ROOT = "models"
 # What a training script tells of a model, beside its graph.
@@ -66,7 +69,7 @@ def publish(
     example_inputs: Any,
     name: str,
     *,
-    volume: str = "models",
+    volume: str = _DEFAULT_VOLUME,
     feed: Any = None,
     seed: int | None = None,
     steps: int | None = None,
@@ -96,7 +99,8 @@ def publish(
     :param model: a ``torch.nn.Module``. Its mode is as before afterwards.
     :param example_inputs: a tensor, a sequence of tensors, or a dictionary of tensors by argument name.
     :param name: the name of the model.
-    :param volume: the volume that gets the version, below ``models/``; created if it does not exist.
+    :param volume: the volume that gets the version, below ``models/``; created if it does not exist, with
+        a warning unless it is the default.
     :param feed: the :class:`millrace.Feed` or ``FeedDataset`` that trained the model, for the lineage: dataset and
         snapshot, plan, seed, steps and epochs taken.
     :param seed: the seed of the lineage, by default that of the feed.
@@ -123,6 +127,11 @@ def publish(
         raise UnavailableError(f"publish {name}: PyTorch 2.6 or newer is needed, this one is {torch.__version__}")
     program = _program(program)
     feed = getattr(feed, "feed", feed)
+    if feed is not None and not isinstance(feed, Feed):
+        raise UsageError(
+            f"publish {name}: feed is a {type(feed).__name__}; pass the millrace.Feed or FeedDataset that trained the model, "
+            "not the name of its dataset"
+        )
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"publish {name}: the model is a {type(model).__name__}; pass a torch.nn.Module, not its state_dict()")
     wrong = [key for key, value in (metrics or {}).items() if not _is_finite(value)]
@@ -134,7 +143,7 @@ def publish(
         raise UsageError(f"publish {name}: code and the names of metrics have at most {_CODE_MAX} characters")
     lineage, record = _origin(name, feed, seed, steps, epochs, code, metadata)
     arguments = _Arguments(torch, name, example_inputs, dynamic_batch)
-    target = Volume(volume, create=True, home=home)
+    target = _target(name, volume, home)
     with tempfile.TemporaryDirectory(prefix="millrace-publish-") as folder:
         file = Path(folder, "model.onnx")
         modes = [(module, module.training) for module in model.modules()]
@@ -156,6 +165,21 @@ def publish(
     sha256 = next(entry["sha256"] for entry in manifest["files"] if entry["path"] == "model.onnx")
     _record_run(name, version, target.name, sha256, home)
     return Published(name, version, target.name, f"{target.name}:/{_ROOT}/{name}/{version}", sha256, difference)
+
+
+def _target(name: str, volume: str, home: str | os.PathLike[str] | None) -> Volume:
+    """The volume to publish to. Creating one other than the default is not silent: its name may be mistyped."""
+    try:
+        return Volume(volume, home=home)
+    except NotFoundError:
+        target = Volume(volume, create=True, home=home)
+    if volume != _DEFAULT_VOLUME:
+        warnings.warn(
+            f"publish {name}: volume {volume!r} did not exist and was created; if the name is wrong, delete it with "
+            f"millrace volume delete {volume} --yes",
+            stacklevel=3,
+        )
+    return target
 
 
 class _Arguments:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,6 +150,7 @@ class PublishTest(HomeCase):
             (torch.zeros(2, 4), {"metrics": {"loss": "low"}}, millrace.UsageError, "'loss' is not a finite number"),
             (torch.zeros(2, 4), {"metadata": {"x": object()}}, millrace.UsageError, "JSON cannot"),
             (torch.zeros(2, 4), {"steps": -1}, millrace.UsageError, "steps is -1"),
+            (torch.zeros(2, 4), {"feed": "data@v1:/train"}, millrace.UsageError, "feed is a str; pass the millrace.Feed"),
         ]
         for inputs, options, kind, text in cases:
             with self.assertRaisesRegex(kind, text):
@@ -160,6 +162,15 @@ class PublishTest(HomeCase):
         with self.assertRaisesRegex(millrace.UnavailableError, "'nothing-here' was not found"):
             millrace.publish(linear, torch.zeros(2, 4), "wrong", program="nothing-here", home=self.home)
         self.assertEqual(self.versions("wrong"), [])
+
+    def test_a_new_volume_other_than_the_default_is_created_with_a_warning(self) -> None:
+        model, inputs = self.torch.nn.Linear(4, 2), self.torch.zeros(2, 4)
+        with self.assertWarnsRegex(UserWarning, "volume 'modles' did not exist and was created"):
+            self.assertEqual(self.publish(model, inputs, "mistyped", volume="modles").volume, "modles")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            self.assertEqual(self.publish(model, inputs, "mistyped", volume="modles").version, 2)
+        self.assertEqual([str(warning.message) for warning in found if "did not exist" in str(warning.message)], [])
 
     def test_a_killed_publication_leaves_nothing_or_a_whole_version(self) -> None:
         for moment, versions in (("before", []), ("after", ["1"])):

@@ -166,8 +166,11 @@ pub(crate) struct FeedBenchArgs {
 /// `millrace feed map`
 #[derive(Debug, Args)]
 pub(crate) struct FeedMapArgs {
+    /// The dataset at a snapshot: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME@latest:/PATH`. A format in front overrides the names
+    /// of the files, for example `folder:photos@v1:/train` for images in one folder a class. Land a topic first
+    pub(crate) dataset: SourceSpec,
     #[command(flatten)]
-    pub(crate) rows: RowsArgs,
+    pub(crate) select: SelectArgs,
     /// The function: `SCRIPT.py:FUNCTION`, or `MODULE:FUNCTION` of an installed module
     pub(crate) function: String,
     /// The folder for the output, `VOLUME:/PATH`: missing, empty, or that of the same job

@@ -65,22 +65,25 @@ pub(crate) enum ModelCommand {
     Rollout(RolloutCommand),
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
     #[command(
-        after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
+        after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits\n  millrace model show resnet18 --models ./models"
     )]
     Show {
-        /// An ONNX file, or with --volume the name of a model
+        /// An ONNX file, or with --volume or --models the name of a model
         model: String,
         /// Volume that holds the bundle
-        #[arg(long)]
+        #[arg(long, group = "place")]
         volume: Option<VolumeSpec>,
+        /// Folder that holds the bundle
+        #[arg(long, value_name = "DIR", group = "place")]
+        models: Option<PathBuf>,
         /// The version [default: the newest]
-        #[arg(long, requires = "volume")]
+        #[arg(long, requires = "place")]
         version: Option<u64>,
         /// List the trained parameters and the other weights of a file, by name
-        #[arg(long, conflicts_with = "volume")]
+        #[arg(long, conflicts_with = "place")]
         parameters: bool,
         /// List the nodes of a file, with the values that they give: the names to cut it at
-        #[arg(long, conflicts_with_all = ["volume", "parameters"])]
+        #[arg(long, conflicts_with_all = ["place", "parameters"])]
         nodes: bool,
     },
 }
@@ -300,7 +303,7 @@ pub(crate) enum RunsCommand {
         /// Volume with the checkpoints, or a snapshot of it
         #[arg(long)]
         volume: VolumeSpec,
-        /// Only the runs of this job
+        /// Only the runs of this job, of which there must be some
         #[arg(long)]
         job: Option<Name>,
     },

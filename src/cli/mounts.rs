@@ -68,7 +68,7 @@ pub(crate) struct MountArgs {
 /// `millrace umount`
 #[derive(Debug, Args)]
 pub(crate) struct UmountArgs {
-    /// The mount point
+    /// The mount point: the folder, not the name of the volume
     pub(crate) path: PathBuf,
     /// Have the holder at this socket unmount (see millrace holder), as a process without privilege must
     #[arg(long, value_name = "unix:///SOCKET", value_parser = socket)]

@@ -15,6 +15,18 @@ use crate::output::{bytes, count};
 pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
     let datafs = context.datafs()?;
     let (from, to) = (endpoint(&datafs, &args.from)?, endpoint(&datafs, &args.to)?);
+    if let Endpoint::Volume(view, path) = &to
+        && view.is_snapshot()
+    {
+        let (spec, volume) = (view.spec(), &view.spec().volume);
+        let message = format!(
+            "cannot copy to {}: {spec} is a snapshot, which never changes; copy to the volume, {volume}:{}, and take \
+             another snapshot",
+            args.to,
+            path.display()
+        );
+        return fail(Exit::Usage, message);
+    }
     let options = CopyOptions { recursive: args.recursive, parallel: usize::from(args.parallel) };
     let bar = context.out.progress("copying", "files", Some(0));
     let report = datafs.copy(&from, &to, &options, &|progress| {
@@ -42,7 +54,12 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
     }
     if report.failures > 0 {
         let failures = count(report.failures);
-        return fail(Exit::Failed, format!("{failures} were not copied; run it again to continue"));
+        return fail(
+            Exit::Failed,
+            format!(
+                "{failures} were not copied, for the reasons above; correct them and run it again to copy the rest"
+            ),
+        );
     }
     Ok(())
 }

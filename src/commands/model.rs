@@ -17,11 +17,14 @@ use anyhow::{Context as _, Result};
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 use millrace_bundle::{Bundle, Lineage, MixedDataset, TensorSpec};
 use millrace_home::write_atomically;
+use millrace_serving::config::VOLUME_ROOT;
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
 use millrace_trainer::graph::{Graph, ParamSpec};
 use millrace_trainer::init::edit::{self, Edit, EditError, ModelFileError};
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
 use prost::Message;
 use sha2::{Digest, Sha256};
 
@@ -60,33 +63,52 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             let datafs = context.volumes().await?;
             let spec = volume.clone();
             let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
-            let root = millrace_serving::config::VOLUME_ROOT;
-            let version = match version {
-                Some(version) => version,
-                None => {
-                    let newest = millrace_bundle::list(store.as_ref(), root)
-                        .await?
-                        .into_iter()
-                        .filter(|found| found.name == model)
-                        .map(|found| found.version)
-                        .max();
-                    match newest {
-                        Some(version) => version,
-                        None => {
-                            return fail(
-                                Exit::NotFound,
-                                format!("volume {volume} has no complete bundle of model {model:?}"),
-                            );
-                        }
-                    }
-                }
-            };
-            let bundle = millrace_bundle::load(store.as_ref(), root, &model, version)
-                .await
-                .with_context(|| format!("volume {volume}"))?;
-            show_bundle(context.out, &bundle)
+            let place = format!("volume {volume}");
+            show_version(context.out, store.as_ref(), (VOLUME_ROOT, &place), &model, version).await
         }
     }
+}
+
+/// Shows a version of a model in a folder, by default the newest; needs no home.
+pub(crate) async fn show_in_folder(
+    out: Output,
+    model: &str,
+    folder: &Path,
+    version: Option<u64>,
+) -> Result<()> {
+    check_folder(folder)?;
+    let store = LocalFileSystem::new_with_prefix(folder)?;
+    let place = format!("folder {}", folder.display());
+    show_version(out, &store, ("", &place), model, version).await
+}
+
+/// Shows a version of a model below `root` of a store, by default the newest. `place` names the store in errors.
+async fn show_version(
+    out: Output,
+    store: &dyn ObjectStore,
+    (root, place): (&str, &str),
+    model: &str,
+    version: Option<u64>,
+) -> Result<()> {
+    let version = match version {
+        Some(version) => version,
+        None => {
+            let complete = millrace_bundle::list(store, root).await.with_context(|| place.to_owned())?;
+            let of_model = complete.into_iter().filter(|found| found.name == model);
+            match of_model.map(|found| found.version).max() {
+                Some(newest) => newest,
+                None => {
+                    return fail(
+                        Exit::NotFound,
+                        format!("{place} has no complete bundle of model {model:?}"),
+                    );
+                }
+            }
+        }
+    };
+    let bundle =
+        millrace_bundle::load(store, root, model, version).await.with_context(|| place.to_owned())?;
+    show_bundle(out, &bundle)
 }
 
 /// Runs the commands that work on a file and need no home.

@@ -2,12 +2,12 @@
 
 mod picture;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::VolumeSpec;
+use millrace_datafs::{View, VolumeSpec};
 use millrace_home::write_atomically;
 use millrace_trainer::runs::{self, Run};
 use millrace_trainer::{EpochRecord, Evaluation};
@@ -22,7 +22,7 @@ use crate::output::{count, table, time};
 const SHOWN_DIGITS: usize = 12;
 /// Epochs at the end of a run that are shown.
 const SHOWN_EPOCHS: usize = 20;
-/// Runs that an error lists.
+/// Runs, or jobs, that an error lists.
 const LISTED_MAX: usize = 8;
 
 /// Runs the command.
@@ -30,7 +30,11 @@ pub(crate) fn run(context: &Context, command: &RunsCommand) -> Result<()> {
     match command {
         RunsCommand::List { volume, job } => {
             let job = job.as_ref().map(millrace_datafs::Name::as_str);
-            let found = runs::list(&context.datafs()?.view(volume)?, job)?;
+            let view = context.datafs()?.view(volume)?;
+            let found = runs::list(&view, job)?;
+            if let (Some(job), true) = (job, found.is_empty()) {
+                return no_run_of(job, &view);
+            }
             context.out.table(
                 &found,
                 &[
@@ -83,6 +87,20 @@ pub(crate) fn run(context: &Context, command: &RunsCommand) -> Result<()> {
             draw(svg.as_deref(), &compared)
         }
     }
+}
+
+/// The error for a job without runs, with the jobs that have some.
+fn no_run_of(job: &str, view: &View) -> Result<()> {
+    let jobs: BTreeSet<String> = runs::list(view, None)?.into_iter().map(|run| run.job).collect();
+    let mut names: Vec<&str> = jobs.iter().take(LISTED_MAX).map(String::as_str).collect();
+    if jobs.len() > names.len() {
+        names.push("…");
+    }
+    let others = match &names[..] {
+        [] => "it has none of other jobs either, millrace train begins one".to_owned(),
+        names => format!("it has runs of {}", names.join(", ")),
+    };
+    fail(Exit::NotFound, format!("volume {} has no run of job {job:?}: {others}", view.spec()))
 }
 
 /// The run that a name means: a job's newest, the one whose id begins with it, or both parts as `JOB/DIGITS`.

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use millrace_home::{Home, write_private};
 use millrace_leaf::private;
 
-use crate::cli::QuickstartArgs;
+use crate::cli::{QUICKSTART_SHARDS, QuickstartArgs};
 use crate::failure::{Exit, fail};
 use crate::quickstart::report::Start;
 
@@ -165,7 +165,7 @@ dataset = "digits@quickstart:/train"
 features = "pixels"
 label = "label"
 batch_rows = 96
-virtual_shards = 12
+virtual_shards = {QUICKSTART_SHARDS}
 epochs_max = 60
 loss_target = 0.02
 seed = {seed}

@@ -154,6 +154,13 @@ fn missing_volumes_topics_and_models_are_named() {
         assert_eq!(output.status.code(), Some(2), "{name:?}");
     }
     assert_eq!(home.fails(["volume", "delete", "v"]).0, 2, "deleting takes a --yes");
+    let file = home.file("a", "b");
+    let (code, line) = home.fails(["cp", file.to_str().unwrap(), "v@s:/x"]);
+    assert!(code == 2 && line.contains("v@s is a snapshot") && line.contains("v:/x"), "{line}");
+    let (code, line) = home.fails(["umount", "v"]);
+    assert!(code == 3 && line.contains("/v does not exist: "), "{line}");
+    let output = home.run(["quickstart", "--workers", "13"]);
+    assert_eq!(output.status.code(), Some(2), "more workers than the quickstart has virtual shards");
 }
 
 #[test]

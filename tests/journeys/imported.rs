@@ -60,6 +60,12 @@ fn imported_files_become_the_next_versions_in_a_folder_and_are_served() {
     assert_eq!(std::fs::read(folder.join("m/2/model.onnx")).unwrap(), std::fs::read(&file).unwrap());
     // A folder needs no home.
     program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(import));
+    let show = ["model", "show", "m", "--models", text(&folder)];
+    check(&home.json(show), 3);
+    check(&home.json([&show[..], &["--version", "2"]].concat()), 2);
+    program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(show));
+    let (code, line) = home.fails(["model", "show", "nope", "--models", text(&folder)]);
+    assert!(code == 3 && line.contains("nope") && line.contains(text(&folder)), "{line}");
     let (service, served) = home.serve(["--models", text(&folder)]);
     for version in 1..=3 {
         let line = Value::from(format!("m version {version}"));

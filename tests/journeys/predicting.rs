@@ -223,8 +223,14 @@ fn predict_names_the_defect_of_a_record() {
     let mut writer = ArrowWriter::try_new(&mut parquet, table().schema(), None).unwrap();
     writer.write(&table()).unwrap();
     writer.close().unwrap();
-    let cases: [(&[u8], &[&str], i32, &str); 9] = [
+    let cases: [(&[u8], &[&str], i32, &str); 10] = [
         (&parquet, &["--input", "nosuch"], 2, "no column \"nosuch\" (--input names it); it has x, y, when"),
+        (
+            &parquet,
+            &["--input", "x", "--label", "nosuch"],
+            2,
+            "no column \"nosuch\" (--label names it); it has x, y, when",
+        ),
         (&parquet, &["--input", "when"], 2, "column \"when\" holds Timestamp"),
         (&parquet, &["--input", "y"], 2, "r.parquet row 1: field \"y\": "),
         (&parquet, &["--input", "x", "--label", "x"], 2, "row 1: field \"x\" holds no class number"),
@@ -248,6 +254,10 @@ fn predict_names_the_defect_of_a_record() {
     write(&file, &twice);
     let (code, line) = home.fails(["predict", "m", file.to_str().unwrap(), "--grpc", &grpc, "--input", "x"]);
     assert!(code == 2 && line.contains("has two columns \"x\""), "{line}");
+    let record = b"{\"class\":1,\"input\":[1,2]}\n";
+    let (code, line) = ask("r.jsonl", record, &["--label", "label"]);
+    let says = "line 1: the record has no field \"label\" (--label names it); it has class, input";
+    assert!(code == 2 && line.contains(says), "{line}");
     let file = home.file("r.jsonl", "{\"input\":[1,2]}\n");
     let file = file.to_str().unwrap();
     let (code, line) = home.fails(["predict", "nosuch", file, "--grpc", &grpc]);

@@ -26,6 +26,8 @@ fn runs_are_listed_compared_and_drawn() {
     assert_eq!(home.json(["runs", "list", "--volume", "digits"]), serde_json::json!([]));
     let (code, line) = home.fails(["runs", "show", "digits", "--volume", "digits"]);
     assert!(code == 3 && line.contains("millrace runs list"), "{code} {line}");
+    let (code, line) = home.fails(["runs", "list", "--volume", "digits", "--job", "digits"]);
+    assert!(code == 3 && line.contains("none of other jobs"), "{code} {line}");
 
     let board = home.dir.path().join("board");
     let job = home.file("train.toml", JOB);
@@ -50,6 +52,9 @@ fn runs_are_listed_compared_and_drawn() {
     };
     let ids = [of(&first), of(&second)];
     assert_eq!(runs.as_array().unwrap().len(), 2);
+    assert_eq!(home.json(["runs", "list", "--volume", "digits", "--job", "digits"]), runs);
+    let (code, line) = home.fails(["runs", "list", "--volume", "digits", "--job", "digit"]);
+    assert!(code == 3 && line.contains("no run of job \"digit\": it has runs of digits"), "{code} {line}");
 
     // The newest run of the job.
     let svg = home.dir.path().join("loss.svg");

@@ -122,7 +122,7 @@ fn predict_names_the_defect_of_a_table() {
         (b"a,b,n\n1,2,3\n", &["--input", "x=a..n"], "3 columns for input \"x\", which takes shape [2]"),
         (b"x,n\n\"[1, 2, 3]\",3\n", &[], "line 2: field \"x\": "),
         (b"x,n\n\"[1, 2\",3\n", &[], "line 2: column \"x\": not a JSON list"),
-        (b"x,n\n\"[1, 2]\",3\n", &["--label", "y"], "has no column \"y\""),
+        (b"x,n\n\"[1, 2]\",3\n", &["--label", "y"], "has no column \"y\" (--label names it)"),
         (b"x,n\n\"[1, 2]\",3\n", &["--label", "x"], "is not a valid class number"),
         (b"x,n\n\xff,3\n", &[], "line 2: column \"x\": "),
     ];

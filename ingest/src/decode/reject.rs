@@ -159,7 +159,10 @@ impl Reject {
         let (name, value) = (quote(name), shown(rest, limits));
         Self::new(
             RejectClass::OutOfRange,
-            format_args!("field {name}: neither int64 nor float64 can hold this number: {value}"),
+            format_args!(
+                "field {name}: neither int64 nor float64 can hold this number, a declared column of type json can: \
+                 {value}"
+            ),
         )
     }
 

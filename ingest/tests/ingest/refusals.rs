@@ -149,7 +149,16 @@ async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
     let noise = JobConfig { name: "noise".to_owned(), path: "noise".to_owned(), ..job("noise") };
     let error = site.land(&noise).await.unwrap_err();
     assert!(matches!(error, Error::MostlyDead { records: 100, dead: 100, .. }), "{error:?}");
-    one_line(&error, &["100 of the first 100 records", "topic noise", "declare its columns"]);
+    one_line(
+        &error,
+        &[
+            "100 of the first 100 records",
+            "topic noise",
+            "declare its columns",
+            "[[ingest.jobs]]",
+            "type json",
+        ],
+    );
     assert!(!offsets(&site.view()).unwrap().contains_key("noise"), "nothing was committed");
     // With declared columns, dead letters are accepted.
     let declared = JobConfig { schema: Some(declared(&[("v", "int64")])), ..noise };

@@ -72,7 +72,7 @@ struct Reduced {
 }
 
 pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
-    if let Some(topic) = args.rows.dataset.topic() {
+    if let Some(topic) = args.dataset.topic() {
         return fail(
             Exit::Usage,
             format!(
@@ -84,7 +84,7 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
         checked = check_python(&args.python) => checked?,
         () = context.stop.cancelled() => return context.interrupted("feed map"),
     }
-    let (source, rows) = (&args.rows.dataset, &args.rows.select);
+    let (source, rows) = (&args.dataset, &args.select);
     check_names("--argument", args.arguments.iter().map(|(name, _)| name))?;
     check_names("--splits", rows.splits.iter().map(|(name, _)| name))?;
     check_names("--reduce-argument", args.reduce_arguments.iter().map(|(name, _)| name))?;

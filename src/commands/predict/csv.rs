@@ -42,7 +42,8 @@ impl Source {
                 Err(reason) => return unknown(reason),
             }
         }
-        let label = match conversion.label.as_deref().map(|field| header.column(field)).transpose() {
+        let label = match conversion.label.as_deref().map(|field| header.column(field, "--label")).transpose()
+        {
             Ok(label) => label,
             Err(reason) => return unknown(reason),
         };
@@ -70,8 +71,8 @@ impl Source {
 struct Header(Vec<String>);
 
 impl Header {
-    /// The index of a column.
-    fn column(&self, field: &str) -> Result<usize, String> {
+    /// The index of a column, which `option` names.
+    fn column(&self, field: &str, option: &str) -> Result<usize, String> {
         let mut found = self.0.iter().enumerate().filter(|(_, name)| *name == field);
         match (found.next(), found.next()) {
             (Some((column, _)), None) => Ok(column),
@@ -79,7 +80,7 @@ impl Header {
             (None, _) => {
                 let names = self.0.iter().take(COLUMNS_SHOWN);
                 let names: Vec<String> = names.map(|name| quoting::shorten(name, NAME_SHOWN)).collect();
-                Err(format!("has no column {field:?} (--input names it); it has {}", names.join(", ")))
+                Err(format!("has no column {field:?} ({option} names it); it has {}", names.join(", ")))
             }
         }
     }
@@ -88,10 +89,10 @@ impl Header {
     fn range(&self, field: &str) -> Result<Range<usize>, String> {
         let ends = field.split_once("..").filter(|_| !self.0.iter().any(|name| name == field));
         let Some((first, last)) = ends else {
-            let column = self.column(field)?;
+            let column = self.column(field, "--input")?;
             return Ok(column..column + 1);
         };
-        let (start, end) = (self.column(first)?, self.column(last)?);
+        let (start, end) = (self.column(first, "--input")?, self.column(last, "--input")?);
         if start > end {
             return Err(format!("has column {first:?} after column {last:?}: write {last}..{first}"));
         }

@@ -23,6 +23,8 @@ use crate::json_rows;
 const LINE_BYTES_MAX: u64 = 16 << 20;
 /// Largest JSON document, in bytes: it is held in memory.
 const DOCUMENT_BYTES_MAX: u64 = 1 << 30;
+/// Fields that an error names.
+const FIELDS_SHOWN: usize = 20;
 /// Rows of a Parquet file decoded at a time.
 const PARQUET_ROWS: usize = 1024;
 
@@ -34,6 +36,14 @@ pub(super) struct RecordConversion {
     pub(super) label: Option<String>,
     /// The conversion of images, if the records are images.
     pub(super) images: Option<ImageConversion>,
+}
+
+impl RecordConversion {
+    /// The option that names a required field.
+    fn option_of(&self, field: &str) -> &'static str {
+        let is_input = self.intake.inputs().any(|(_, fields)| fields.iter().any(|name| name == field));
+        if is_input { "--input" } else { "--label" }
+    }
 }
 
 /// Reads all records as model inputs. `send` gets them in batches and returns false when the receiver wants
@@ -108,7 +118,9 @@ impl Source {
                 Ok(())
             }
             Ok(Document::Columns(columns)) => {
-                for (row, record) in rows_of(name, columns, &records.fields())?.into_iter().enumerate() {
+                let conversion = records.conversion;
+                let rows = rows_of(name, columns, &records.fields(), |field| conversion.option_of(field))?;
+                for (row, record) in rows.into_iter().enumerate() {
                     records.take(record, || format!("{name} entry {} of each column", row + 1))?;
                 }
                 Ok(())
@@ -136,8 +148,11 @@ impl Source {
             }
             let Some((index, found)) = schema.column_with_name(field) else {
                 let names: Vec<&str> = schema.fields().iter().map(|field| field.name().as_str()).collect();
-                let message =
-                    format!("{name} has no column {field:?} (--input names it); it has {}", names.join(", "));
+                let option = records.conversion.option_of(field);
+                let message = format!(
+                    "{name} has no column {field:?} ({option} names it); it has {}",
+                    names.join(", ")
+                );
                 return fail(Exit::Usage, message);
             };
             if !is_readable(found.data_type()) {
@@ -203,6 +218,13 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
         };
         let label = match &self.conversion.label {
             None => None,
+            Some(field) if !record.contains_key(field) => {
+                let names: Vec<&str> = record.keys().take(FIELDS_SHOWN).map(String::as_str).collect();
+                let names = names.join(", ");
+                return wrong(&format!(
+                    "the record has no field {field:?} (--label names it); it has {names}"
+                ));
+            }
             Some(field) => match record.get(field).and_then(Value::as_i64) {
                 Some(label) => Some(label),
                 None => {
@@ -231,8 +253,14 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
     }
 }
 
-/// Turns columns into records: each column is a list with one entry per record.
-fn rows_of(name: &str, mut columns: Map<String, Value>, fields: &[&str]) -> Result<Vec<Map<String, Value>>> {
+/// Turns columns into records: each column is a list with one entry per record. `option_of` gives the option
+/// that names a field.
+fn rows_of(
+    name: &str,
+    mut columns: Map<String, Value>,
+    fields: &[&str],
+    option_of: impl Fn(&str) -> &'static str,
+) -> Result<Vec<Map<String, Value>>> {
     let mut rows: Vec<Map<String, Value>> = Vec::new();
     let mut first: Option<(&str, usize)> = None;
     for &field in fields {
@@ -243,9 +271,9 @@ fn rows_of(name: &str, mut columns: Map<String, Value>, fields: &[&str]) -> Resu
                 return fail(Exit::Usage, message);
             }
             None => {
-                let names: Vec<String> = columns.keys().take(20).cloned().collect();
-                let message =
-                    format!("{name} has no column {field:?} (--input names it); it has {}", names.join(", "));
+                let names: Vec<String> = columns.keys().take(FIELDS_SHOWN).cloned().collect();
+                let (option, names) = (option_of(field), names.join(", "));
+                let message = format!("{name} has no column {field:?} ({option} names it); it has {names}");
                 return fail(Exit::Usage, message);
             }
         };
@@ -298,14 +326,15 @@ mod tests {
     fn columns_become_records() {
         let columns = |value: Value| value.as_object().unwrap().clone();
         let given = columns(json!({ "a": [[1, 2], [3, 4]], "b": ["x", "y"], "unused": 7 }));
-        let rows = rows_of("f", given, &["a", "b"]).unwrap();
+        let option_of = |field: &str| if field == "a" { "--input" } else { "--label" };
+        let rows = rows_of("f", given, &["a", "b"], option_of).unwrap();
         assert_eq!(json!(rows), json!([{ "a": [1, 2], "b": "x" }, { "a": [3, 4], "b": "y" }]));
         for (value, says) in [
             (json!({ "a": [1], "b": [] }), "column \"b\" has 0 entries, column \"a\" has 1"),
             (json!({ "a": [1], "b": 2 }), "column \"b\" is no list"),
-            (json!({ "a": [1], "c": [2] }), "no column \"b\" (--input names it); it has c"),
+            (json!({ "a": [1], "c": [2] }), "no column \"b\" (--label names it); it has c"),
         ] {
-            let refused = rows_of("f", columns(value), &["a", "b"]).unwrap_err().to_string();
+            let refused = rows_of("f", columns(value), &["a", "b"], option_of).unwrap_err().to_string();
             assert!(refused.contains(says), "{refused}");
         }
     }

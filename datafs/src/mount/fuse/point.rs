@@ -24,6 +24,8 @@ pub(in crate::mount) const DEVICE: &str = "/dev/fuse";
 const FS_TYPE: &str = "fuse.millrace";
 /// Bit of CAP_SYS_ADMIN in a capability mask.
 const CAP_SYS_ADMIN: u32 = 21;
+/// Most mounts that an error names.
+const MOUNTS_SHOWN_MAX: usize = 8;
 /// Read-ahead window of a mount, in KiB: 1 MiB instead of the kernel's 128 KiB.
 const READ_AHEAD_KIB: u32 = 1024;
 
@@ -49,6 +51,8 @@ pub(in crate::mount) struct On {
     pub(in crate::mount) device: String,
     /// It is a mount of this crate.
     pub(in crate::mount) is_ours: bool,
+    /// The source that the kernel lists: for a mount of this crate the volume or snapshot.
+    pub(in crate::mount) source: String,
 }
 
 /// Parameters of [`attach`].
@@ -194,6 +198,36 @@ pub fn mount_points() -> Result<Vec<PathBuf>> {
     Ok(parse_lines(&table).map(|(_, on)| on.at).collect())
 }
 
+/// What to name instead of `named`, where no volume is mounted: the folders of the volume of this name, else all.
+pub(in crate::mount) fn other_mounts(named: &Path) -> Result<String> {
+    let table = "/proc/self/mountinfo";
+    let table = fs::read(table).map_err(|e| refused("read", table, e))?;
+    Ok(named_instead(named, &table))
+}
+
+fn named_instead(named: &Path, table: &[u8]) -> String {
+    let is_volume = |source: &str| {
+        let volume = source.split_once('@').map_or(source, |(volume, _)| volume);
+        named.to_str().is_some_and(|name| name == source || name == volume)
+    };
+    let ours: Vec<On> = parse_lines(table).map(|(_, on)| on).filter(|on| on.is_ours).collect();
+    let of_volume: Vec<&On> = ours.iter().filter(|on| is_volume(&on.source)).collect();
+    let (which, shown) = match (ours.is_empty(), of_volume.is_empty()) {
+        (true, _) => return ": no volume is mounted here".to_owned(),
+        (false, true) => ("mounted are".to_owned(), ours.iter().collect()),
+        (false, false) => (format!("volume {} is mounted at", named.display()), of_volume),
+    };
+    let mut folders: Vec<String> = shown
+        .iter()
+        .take(MOUNTS_SHOWN_MAX)
+        .map(|on| format!("{} ({})", on.at.display(), on.source))
+        .collect();
+    if shown.len() > folders.len() {
+        folders.push(format!("{} more", shown.len() - folders.len()));
+    }
+    format!(": name the folder of a mount; {which} {}", folders.join(", "))
+}
+
 /// The mount that an open file is on. Asks the kernel only, also with O_PATH: no request is sent to the mount.
 /// `None` if it is in no path of this process any more.
 pub(in crate::mount) fn mount_of(file: BorrowedFd<'_>) -> Result<Option<On>> {
@@ -220,6 +254,7 @@ fn parse_lines(table: &[u8]) -> impl Iterator<Item = (&[u8], On)> {
             at: PathBuf::from(unescape(at)),
             device: String::from_utf8_lossy(device).into_owned(),
             is_ours: *fields.get(dash + 1)? == FS_TYPE.as_bytes(),
+            source: unescape(fields.get(dash + 2)?).to_string_lossy().into_owned(),
         };
         Some((*number, on))
     })
@@ -329,6 +364,24 @@ mod tests {
         let of =
             |number: &'static str, device: &str, is_ours| (number.as_bytes(), device.to_owned(), is_ours);
         assert_eq!(all, [of("22", "254:0", false), of("40", "0:36", true), of("41", "0:37", false)]);
+    }
+
+    #[test]
+    fn name_of_a_volume_is_answered_with_the_folders_of_its_mounts() {
+        let table = b"40 22 0:36 / /mnt/a\\040b rw,nosuid,nodev - fuse.millrace digits@v1 rw,user_id=0\n\
+            41 22 0:37 / /mnt/c rw shared:7 master:2 - fuse.sshfs host:/ rw\n\
+            42 22 0:38 / /mnt/d rw - fuse.millrace digits rw\n\
+            43 22 0:39 / /mnt/e rw - fuse.millrace other rw\n";
+        let instead = |named: &str| named_instead(Path::new(named), table);
+        assert_eq!(
+            instead("digits"),
+            ": name the folder of a mount; volume digits is mounted at /mnt/a b (digits@v1), /mnt/d (digits)"
+        );
+        assert!(instead("digits@v1").ends_with("is mounted at /mnt/a b (digits@v1)"));
+        assert!(
+            instead("/mnt/x").ends_with("mounted are /mnt/a b (digits@v1), /mnt/d (digits), /mnt/e (other)")
+        );
+        assert_eq!(named_instead(Path::new("digits"), b""), ": no volume is mounted here");
     }
 
     #[test]
