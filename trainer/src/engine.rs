@@ -15,6 +15,7 @@
 //! states, which steps move by the statistics of all shards ([`Engine::move_states`]).
 
 mod backward;
+mod buckets;
 mod device;
 mod export;
 mod forward;
@@ -39,6 +40,7 @@ use crate::graph::{Dim, Graph, GraphError, ParamSpec};
 use crate::precision::Precision;
 use crate::validation::Scores;
 
+pub(crate) use buckets::{BucketFn, Buckets};
 pub use device::{Device, UnknownDevice};
 pub(crate) use loss::Measures;
 use loss::Truth;
@@ -161,6 +163,9 @@ pub enum EngineError {
         /// The backend's message.
         reason: String,
     },
+    /// The computation of a gradient ended early, because the sum over the workers had failed.
+    #[error("the gradient was not computed to its end: its sum over the workers had failed")]
+    Abandoned,
 }
 
 /// The labels of a batch.
@@ -278,6 +283,8 @@ pub struct Engine {
     /// For each batch normalisation, whether training leaves its running statistics alone.
     frozen: Vec<bool>,
     compute: Box<dyn Compute>,
+    /// The whole gradient as one bucket.
+    whole: Buckets,
     /// The model whose outputs the loss asks for.
     teacher: Option<Teacher>,
 }
@@ -329,6 +336,7 @@ impl Engine {
         let states = graph.initial_states(model)?;
         compute.set_states(&states)?;
         let frozen = vec![false; graph.normalizations().len()];
+        let whole = Buckets::whole(&graph);
         Ok(Engine {
             model: model.clone(),
             graph,
@@ -339,6 +347,7 @@ impl Engine {
             states,
             frozen,
             compute,
+            whole,
             teacher: None,
         })
     }
@@ -512,39 +521,64 @@ impl Engine {
         key: ShardKey,
         scale: f32,
     ) -> Result<ShardGradients, EngineError> {
+        let mut grad = Vec::new();
+        let found = self.gradients_in_buckets(shard, key, scale, &self.whole, &mut |whole| {
+            grad = whole;
+            Ok(())
+        })?;
+        Ok(ShardGradients { grad, ..found })
+    }
+
+    /// [`Engine::gradients_scaled`] whose gradient goes to `hand_over` in `buckets`, each as soon as it is complete. That
+    /// of the result is empty.
+    pub(crate) fn gradients_in_buckets(
+        &self,
+        shard: &ShardBatch,
+        key: ShardKey,
+        scale: f32,
+        buckets: &Buckets,
+        hand_over: &mut BucketFn<'_, f32>,
+    ) -> Result<ShardGradients, EngineError> {
         self.check_batch(&shard.inputs, shard.rows)?;
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         if shard.rows == 0 {
+            for bucket in buckets.iter() {
+                hand_over(vec![0.0; bucket.elements()])?;
+            }
             return Ok(ShardGradients {
                 loss_sum: 0.0,
                 weight: 0.0,
                 correct: 0,
                 ignored: 0,
                 rows: 0,
-                grad: vec![0.0; self.weights.len()],
+                grad: Vec::new(),
                 moments: vec![ChannelMoments::default(); self.moving_channels()],
             });
         }
         self.check_shard_rows(shard.rows)?;
         let taught = self.taught(shard)?;
         let mut judged = None;
-        let mut found = self.compute.gradients(&shard.inputs, shard.rows, key, &mut |logits| {
+        let mut unscaled = |mut values: Vec<f32>| {
+            multiply(&mut values, 1.0 / scale);
+            hand_over(values)
+        };
+        let (inputs, rows) = (&shard.inputs, shard.rows);
+        let moments = self.compute.gradients(inputs, rows, key, buckets, &mut unscaled, &mut |logits| {
             let truth = Truth { labels: &shard.labels, taught: &taught };
-            let mut found = loss::loss_and_gradient(&self.loss, logits, truth, shard.rows)?;
+            let mut found = loss::loss_and_gradient(&self.loss, logits, truth, rows)?;
             judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
             multiply(&mut found.slope, scale);
             Ok(found.slope)
         })?;
-        multiply(&mut found.flat, 1.0 / scale);
         let (loss_sum, weight, correct, ignored) = judged.unwrap_or_default();
-        let moments = found.moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
+        let moments = moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
         Ok(ShardGradients {
             loss_sum,
             weight,
             correct,
             ignored,
-            rows: shard.rows,
-            grad: found.flat,
+            rows,
+            grad: Vec::new(),
             moments: moments.collect(),
         })
     }

@@ -79,6 +79,8 @@ pub(crate) struct Replica {
     step: u64,
     lineage: Lineage,
     mean: Vec<f32>,
+    /// How long this step has waited for sums of the ring.
+    waited: Duration,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
     /// The digest of the rows of every epoch, once known, if each is a pass over one dataset.
@@ -119,6 +121,7 @@ impl Replica {
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
         engine.set_precision(job.precision);
+        let reduction = reduce::of(&job, &engine, &groups)?;
         let columns = source::columns(&job, &engine, &facts)?;
         let validator = match (&job.validation, job.validation_dataset(), validation_plan) {
             (Some(validation), Some(spec), Some(plan)) => {
@@ -137,12 +140,13 @@ impl Replica {
             evaluations: Vec::new(),
             best: None,
             best_states: Vec::new(),
-            reduction: reduce::of(&job)?,
+            reduction,
             loss_scale: LossScale::of(job.precision),
             ledger: Ledger::default(),
             step: 0,
             lineage: Lineage::new(job.strategy),
             mean: Vec::new(),
+            waited: Duration::ZERO,
             prefetched: None,
             pass_digest: None,
             epoch_places: order.epochs(&job)?,
@@ -423,16 +427,19 @@ impl Replica {
         tally.leave = u64::from(wishes.leave);
         tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
+        self.waited = Duration::ZERO;
         let mut loss_scale = self.loss_scale;
         let step_places = self.order.places_of_step(self.step);
         let mut held = None;
         let total = loop {
-            let interrupted = |is_failing| wishes.end_read(ring, is_failing);
             let scaled = (loss_scale, tally.clone());
-            let own =
-                self.compute((passes.as_slice(), &step_places), parts, &mut held, scaled, &interrupted)?;
+            let shared = (&mut *ring, wishes);
+            let own = self.compute((passes.as_slice(), &step_places), parts, &mut held, scaled, shared)?;
             let Some(own) = own else { return Err(ring.over().into()) };
-            match self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))? {
+            let computed = Instant::now();
+            let reduced = self.reduction.reduce(self.step, own, ring);
+            self.waited += computed.elapsed();
+            match reduced.map_err(|error| self.unreduced(error))? {
                 Reduced::Sum(total) => break total,
                 Reduced::Again => {}
                 Reduced::Overflow => {
@@ -487,6 +494,7 @@ impl Replica {
         tracing::trace!(
             step = self.step,
             gradients_us = summed.as_micros() as u64,
+            communication_us = self.waited.as_micros() as u64,
             apply_us = (began.elapsed() - summed).as_micros() as u64,
             "step applied"
         );
@@ -504,17 +512,17 @@ impl Replica {
         (rows, digest.0)
     }
 
-    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. `places` are those of the step.
-    /// Returns this rank's tally; none if a read was interrupted. `held` are the rows of the last pass, which need not be
-    /// read again. The loss is multiplied by `loss_scale`; a gradient that overflows while the scale can be lowered is told
-    /// in the tally.
+    /// Computes the gradients of the parts of `passes`, and adds them to the reduction, which may sum that of the last
+    /// part over `ring` meanwhile. `places` are those of the step. Returns this rank's tally; none if a read was
+    /// interrupted. `held` are the rows of the last pass, which need not be read again. The loss is multiplied by
+    /// `loss_scale`; a gradient that overflows while the scale can be lowered is told in the tally.
     fn compute(
         &mut self,
         (passes, places): (&[Range<usize>], &StepPlaces),
         parts: usize,
         held: &mut Option<Pass>,
         (loss_scale, mut tally): (Option<LossScale>, Tally),
-        interrupted: Interrupt<'_>,
+        (ring, wishes): (&mut Ring<'_>, Wishes<'_>),
     ) -> Result<Option<Tally>> {
         let batch_rows = self.order.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
@@ -524,7 +532,8 @@ impl Replica {
             if held.as_ref().is_none_or(|held| held.parts != *own) {
                 *held = None;
                 let next = passes.get(at + 1).map_or((self.step + 1, &passes[0]), |next| (self.step, next));
-                *held = self.pass(own, next, parts, interrupted)?;
+                let interrupted = |is_failing| wishes.end_read(ring, is_failing);
+                *held = self.pass(own, next, parts, &interrupted)?;
             }
             let Some(Pass { batch, rows, .. }) = held else { return Ok(None) };
             for (at, place) in places.of(batch.slots.clone()).into_iter().enumerate() {
@@ -540,16 +549,43 @@ impl Replica {
                 let range = shard_slots(part, parts, batch_rows);
                 let key = ShardKey { seed: self.job.seed, step: self.step, shard: part as u64 };
                 let shard = rows.shard(range.start - first_slot..range.end - first_slot);
-                let mut found = self
-                    .engine
-                    .gradients_scaled(&shard, key, scale)
-                    .map_err(|error| self.diverged_at(error, batch, range.start - first_slot))?;
-                self.groups.clear_frozen(&mut found.grad);
-                if may_overflow && !found.grad.iter().all(|value| value.is_finite()) {
+                let is_last = at + 1 == passes.len() && part + 1 == own.end;
+                let in_buckets = self.reduction.in_buckets(ring.world()).filter(|_| is_last);
+                let overlaps = in_buckets.is_some();
+                let mut is_finite = true;
+                let mut note_overflow = |grad: &[f32]| {
+                    is_finite &= !may_overflow || grad.iter().all(|value| value.is_finite());
+                };
+                let engine = &self.engine;
+                let found = match in_buckets {
+                    Some(allreduce) => allreduce.overlap(self.step, ring, |buckets, hand_over| {
+                        engine.gradients_in_buckets(&shard, key, scale, buckets, &mut |values| {
+                            note_overflow(&values);
+                            hand_over(values)
+                        })
+                    }),
+                    None => engine.gradients_scaled(&shard, key, scale).map_err(ReduceError::Engine).map(
+                        |mut found| {
+                            self.groups.clear_frozen(&mut found.grad);
+                            note_overflow(&found.grad);
+                            (found, Duration::ZERO)
+                        },
+                    ),
+                };
+                let (found, waited) = found.map_err(|error| match error {
+                    ReduceError::Engine(error) => self.diverged_at(error, batch, range.start - first_slot),
+                    other => self.unreduced(other),
+                })?;
+                self.waited += waited;
+                if !is_finite {
                     tally.overflow(part);
                     continue;
                 }
-                let largest = self.reduction.add(found.grad).map_err(|e| self.not_finite(&e))?;
+                let largest = match overlaps {
+                    // No scale needs it.
+                    true => 0.0,
+                    false => self.reduction.add(found.grad).map_err(|error| self.not_finite(&error))?,
+                };
                 tally.shard(part, found.loss_sum, found.weight, largest);
                 tally.record_moments(part, &found.moments);
                 tally.correct += found.correct;
@@ -621,6 +657,8 @@ impl Replica {
     fn unreduced(&self, error: ReduceError) -> Error {
         match error {
             ReduceError::Collective(error) => Error::Collective(error),
+            ReduceError::Engine(error) => self.diverged(error),
+            ReduceError::Thread(error) => Error::io("start the thread that sums gradients", error),
             ReduceError::Tally => self.miscounted(self.epochs(), format!("step {}: {error}", self.step)),
         }
     }

@@ -7,6 +7,7 @@ use burn_backend::tensor::{Device as BackendDevice, FloatTensor};
 use burn_backend::{Backend, Element, ElementConversion};
 
 use super::backward::{Step, add_slice, backward};
+use super::buckets::{Bucket, BucketFn, Buckets};
 use super::forward::forward;
 use super::kernels::Kernels;
 use super::order::Order;
@@ -28,21 +29,17 @@ pub(super) trait Compute: Send + Sync {
     fn set_half(&mut self, half: Option<Half>);
     /// The output for checked, non-empty inputs, as in evaluation.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
-    /// The flat gradient, and the mean and variance of each channel whose running statistics move. `loss_fn` turns the
-    /// output into the gradient of the loss by the output.
+    /// Hands over the gradient in `buckets`, each as soon as it is complete. Returns the mean and variance of each
+    /// channel whose running statistics move. `loss_fn` turns the output into the gradient of the loss by the output.
     fn gradients(
         &self,
         inputs: &[f32],
         rows: usize,
         key: ShardKey,
+        buckets: &Buckets,
+        hand_over: &mut BucketFn<'_, f32>,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Gradients<f32>, EngineError>;
-}
-
-/// The flat gradient of a shard, and its [mean, variance] of each channel whose running statistics move.
-pub(super) struct Gradients<E> {
-    pub(super) flat: Vec<E>,
-    pub(super) moments: Vec<[E; 2]>,
+    ) -> Result<Vec<[f32; 2]>, EngineError>;
 }
 
 /// Turns the output into the gradient of the loss with respect to the output.
@@ -50,7 +47,7 @@ pub(super) type LossFn<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> +
 
 /// A graph with its constants and parameters as tensors with elements `E`.
 pub(super) struct Interpreter<B: Backend, E> {
-    graph: Arc<Graph>,
+    pub(super) graph: Arc<Graph>,
     device: BackendDevice<B>,
     label: Device,
     /// Constants, what they alone determine, parameters and states, by value.
@@ -262,14 +259,17 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         self.output(&self.trace(inputs, rows, None)?)
     }
 
-    /// Computes in training mode and differentiates.
+    /// Computes in training mode and differentiates. Hands over each bucket of the gradient as soon as it is complete, and
+    /// returns the moments.
     pub(super) fn train(
         &self,
         inputs: Vec<E>,
         rows: usize,
         key: ShardKey,
+        buckets: &Buckets,
+        hand_over: &mut BucketFn<'_, E>,
         loss_fn: &mut LossFn<'_, E>,
-    ) -> Result<Gradients<E>, EngineError> {
+    ) -> Result<Vec<[E; 2]>, EngineError> {
         let mut trace = self.trace(inputs, rows, Some(key))?;
         let slope = loss_fn(&self.output(&trace)?)?;
         let values = self.graph.values();
@@ -277,7 +277,11 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         let mut grads: Vec<Option<FloatTensor<B>>> = vec![None; values.len()];
         let shape = shape_of(&values[output].dims, rows);
         grads[output] = Some(upload::<B, E>(slope, &shape, &self.device));
+        let mut buckets = buckets.iter().peekable();
         for (position, node) in self.graph.nodes().iter().enumerate().rev() {
+            while let Some(complete) = buckets.next_if(|bucket| bucket.first_node > position) {
+                hand_over(self.collect(complete, &mut grads)?)?;
+            }
             if !values[node.output].trained {
                 continue;
             }
@@ -322,8 +326,10 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 });
             }
         }
-        let moments = self.moments(trace.moments)?;
-        Ok(Gradients { flat: self.collect(grads)?, moments })
+        for complete in buckets {
+            hand_over(self.collect(complete, &mut grads)?)?;
+        }
+        self.moments(trace.moments)
     }
 
     /// The mean and the variance of each channel, in one transfer.
@@ -340,29 +346,22 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         Ok(means.iter().zip(variances).map(|(mean, variance)| [*mean, *variance]).collect())
     }
 
-    /// The gradients of the parameters, one after another.
-    fn collect(&self, mut grads: Vec<Option<FloatTensor<B>>>) -> Result<Vec<E>, EngineError> {
-        let params = self.graph.params();
-        let mut ids = vec![0; params.len()];
-        for (id, value) in self.graph.values().iter().enumerate() {
-            if let Source::Param(index) = value.source {
-                ids[index] = id;
-            }
-        }
-        let total = params.iter().map(|p| p.elements()).sum();
-        let mut flat = Vec::with_capacity(total);
-        for (spec, id) in params.iter().zip(ids) {
-            match grads[id].take() {
+    /// Takes the gradients of a bucket's parameters out of `grads`, one after another.
+    fn collect(&self, bucket: &Bucket, grads: &mut [Option<FloatTensor<B>>]) -> Result<Vec<E>, EngineError> {
+        let total = bucket.elements();
+        let mut elements = Vec::with_capacity(total);
+        for member in &bucket.members {
+            match grads[member.value].take() {
                 Some(grad) => {
-                    download::<B, E>(grad, &mut flat).map_err(|reason| self.failed(reason))?;
+                    download::<B, E>(grad, &mut elements).map_err(|reason| self.failed(reason))?;
                 }
-                None => flat.resize(flat.len() + spec.elements(), 0.0f32.elem()),
+                None => elements.resize(elements.len() + member.range.len(), 0.0f32.elem()),
             }
         }
-        if flat.len() != total {
-            return Err(self.failed(format!("{} gradient elements for {total} weights", flat.len())));
+        if elements.len() != total {
+            return Err(self.failed(format!("{} gradient elements for {total} weights", elements.len())));
         }
-        Ok(flat)
+        Ok(elements)
     }
 }
 
@@ -393,8 +392,10 @@ impl<B: Kernels> Compute for Interpreter<B, f32> {
         inputs: &[f32],
         rows: usize,
         key: ShardKey,
+        buckets: &Buckets,
+        hand_over: &mut BucketFn<'_, f32>,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Gradients<f32>, EngineError> {
-        self.train(inputs.to_vec(), rows, key, loss_fn)
+    ) -> Result<Vec<[f32; 2]>, EngineError> {
+        self.train(inputs.to_vec(), rows, key, buckets, hand_over, loss_fn)
     }
 }

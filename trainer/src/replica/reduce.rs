@@ -6,11 +6,16 @@
 use thiserror::Error;
 
 use crate::collective::{self, Ring};
+use crate::engine::{Buckets, Engine, EngineError};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
 use crate::ledger::Tally;
+use crate::optim::Groups;
 use crate::strategy::Strategy;
-use crate::wide::wide;
+
+mod allreduce;
+
+use allreduce::Allreduce;
 
 /// Why a step has no total. Nothing was applied.
 #[derive(Debug, Error)]
@@ -20,6 +25,12 @@ pub(super) enum ReduceError {
     /// The ranks summed other figures than those of this step.
     #[error("the sum of the ranks' figures has another form than this rank's")]
     Tally,
+    /// The gradient could not be computed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// No thread could be started that sums while the engine computes.
+    #[error("start the thread that sums gradients")]
+    Thread(#[source] std::io::Error),
 }
 
 /// What all ranks know after they have summed a step.
@@ -36,7 +47,8 @@ pub(super) enum Reduced {
 /// A strategy's way from gradients to their mean, with what it remembers between steps.
 ///
 /// A step calls `begin`, then `clear`, `add` for each part and `reduce`, again while `reduce` gives no sum, then
-/// `mean` and `commit`. A step that fails before its `commit` changes nothing that the next `begin` sees.
+/// `mean` and `commit`. With `in_buckets`, [`Allreduce::overlap`] takes the place of `add` for the last part. A step
+/// that fails before its `commit` changes nothing that the next `begin` sees.
 pub(super) trait Reduction: Send {
     /// The parts of a global batch in a ring of `world` ranks; at least `world`.
     fn parts(&self, world: usize) -> usize;
@@ -49,6 +61,12 @@ pub(super) trait Reduction: Send {
 
     /// Adds the gradient of a part, and returns what the tally records as its largest magnitude.
     fn add(&mut self, grad: Vec<f32>) -> Result<f32, FixedError>;
+
+    /// The strategy that sums the gradient of the last part in buckets while the engine computes, in a ring of `world`
+    /// ranks; none if that gradient is added like those of other parts.
+    fn in_buckets(&mut self, _world: usize) -> Option<&mut Allreduce> {
+        None
+    }
 
     /// Sums gradients and tallies over all ranks: the same result on every rank.
     fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError>;
@@ -70,11 +88,14 @@ pub(super) trait Reduction: Send {
     }
 }
 
-/// The reduction of the job's strategy.
-pub(super) fn of(job: &JobFile) -> Result<Box<dyn Reduction>, FixedError> {
+/// The reduction of the job's strategy, for the parameters of `engine` that train.
+pub(super) fn of(job: &JobFile, engine: &Engine, groups: &Groups) -> Result<Box<dyn Reduction>, FixedError> {
     Ok(match job.strategy {
         Strategy::Strict => Box::new(Strict::new(job.step_shards())?),
-        Strategy::Allreduce => Box::new(Allreduce { passes: job.accumulate_steps, sum: Vec::new() }),
+        Strategy::Allreduce => {
+            let buckets = Buckets::new(engine.graph(), |range| groups.trains(range));
+            Box::new(Allreduce::new(job.accumulate_steps, buckets))
+        }
     })
 }
 
@@ -153,93 +174,4 @@ impl Reduction for Strict {
 /// Contributions to a sum: one per virtual shard; nothing else is summed in the gradient's lanes.
 fn scale(fraction_bits: i32, shards: usize) -> Result<Scale, FixedError> {
     Scale::new(fraction_bits, u32::try_from(shards).unwrap_or(u32::MAX))
-}
-
-/// One pass of each rank over its rows of each accumulated batch, and sums of f32. Losses and counts stay exact.
-struct Allreduce {
-    passes: usize,
-    /// The sum of this rank, then of all ranks.
-    sum: Vec<f32>,
-}
-
-impl Reduction for Allreduce {
-    fn parts(&self, world: usize) -> usize {
-        world * self.passes
-    }
-
-    fn begin(&mut self) {}
-
-    fn clear(&mut self, _parameters: usize) {
-        self.sum.clear();
-    }
-
-    fn add(&mut self, grad: Vec<f32>) -> Result<f32, FixedError> {
-        if self.sum.is_empty() {
-            self.sum = grad;
-        } else {
-            self.sum.iter_mut().zip(grad).for_each(|(sum, value)| *sum += value);
-        }
-        // No scale needs the largest magnitude.
-        Ok(0.0)
-    }
-
-    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError> {
-        let mut lanes = Vec::with_capacity(tally.lanes());
-        tally.encode(&mut lanes);
-        ring.all_reduce(step, &mut lanes)?;
-        let total = tally.decode(&lanes).ok_or(ReduceError::Tally)?;
-        // Every rank knows the total, so that all of them leave out the sum.
-        if total.has_overflowed() {
-            return Ok(Reduced::Overflow);
-        }
-        if total.weight() > 0.0 {
-            ring.all_reduce(step, &mut self.sum)?;
-        }
-        Ok(Reduced::Sum(total))
-    }
-
-    fn mean(&mut self, weight: f64, mean: &mut Vec<f32>) -> Result<(), FixedError> {
-        std::mem::swap(mean, &mut self.sum);
-        divide(mean, weight)
-    }
-}
-
-/// Divides a sum by the weight of its rows. A gradient or a sum beyond f32 fails on every rank alike, since all of
-/// them hold the same sum.
-fn divide(sum: &mut [f32], weight: f64) -> Result<(), FixedError> {
-    // No early exit, so that the loop vectorizes.
-    if !sum.iter().fold(true, |finite, value| finite & value.is_finite()) {
-        let index = sum.iter().position(|value| !value.is_finite()).unwrap_or_default();
-        return Err(FixedError::NonFinite { index, value: sum[index] });
-    }
-    scale_all(sum, 1.0 / weight);
-    Ok(())
-}
-
-wide! {
-    fn scale_all(values: &mut [f32], factor: f64) {
-        for value in values {
-            *value = (f64::from(*value) * factor) as f32;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn division_takes_any_weight_and_names_what_is_not_finite() {
-        let mut sum = [3.0, -0.5e-38, 3e38];
-        divide(&mut sum, 2.0).unwrap();
-        assert_eq!(sum, [1.5, -0.25e-38, 1.5e38]);
-        // A reciprocal beyond f32.
-        let mut sum = [1e-30, 0.0];
-        divide(&mut sum, 1e-45).unwrap();
-        assert_eq!(sum, [(f64::from(1e-30f32) * 1e45) as f32, 0.0]);
-        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            let error = divide(&mut [1.0, value, f32::NAN], 1.0).unwrap_err();
-            assert!(matches!(error, FixedError::NonFinite { index: 1, .. }), "{error}");
-        }
-    }
 }

@@ -102,6 +102,59 @@ fn a_killed_worker_costs_an_all_reduced_run_one_step() {
     assert_close(&report.loss_per_epoch, &strict.loss_per_epoch, "after three kills");
 }
 
+/// A job whose gradient leaves in two buckets: the head and the second layer fill the first one.
+fn wide(name: &str, more: &str) -> JobFile {
+    let optimizer = "{ kind = \"sgd\", learning_rate = 0.05, momentum = 0.0, clip_norm = 1.0 }";
+    let text = job_text(name, &format!("virtual_shards = 3\n{more}"))
+        .replace("hidden = [12]", "hidden = [600, 600]")
+        .replace("{ kind = \"adamw\", learning_rate = 0.01 }", optimizer);
+    JobFile::parse(&text).unwrap()
+}
+
+#[test]
+fn gradients_in_several_buckets_give_the_losses_of_strict_runs() {
+    let home = home();
+    // The norm of a clipped gradient is that of all buckets.
+    let more = "epochs_max = 4\naccumulate_steps = 2\nfreeze = [\"dense1.bias\"]";
+    let strict = trained(home.path(), wide("strict", &format!("workers = 1\n{more}")));
+    for workers in 1..=3 {
+        let of =
+            |name: &str| wide(&format!("{name}{workers}"), &format!("workers = {workers}\n{more}\n{FAST}"));
+        let fast = trained(home.path(), of("fast"));
+        let what = format!("{workers} workers");
+        assert_eq!((fast.steps, &fast.rows_per_epoch), (strict.steps, &strict.rows_per_epoch), "{what}");
+        assert_close(&fast.loss_per_epoch, &strict.loss_per_epoch, &what);
+        let again = trained(home.path(), of("again"));
+        assert_eq!((&again.model_sha256, &again.loss_per_epoch), (&fast.model_sha256, &fast.loss_per_epoch));
+    }
+    // Buckets with gradients that overflow are summed and dropped, on all workers.
+    let narrow = format!("workers = 2\nprecision = \"fp16\"\n{more}\n{FAST}");
+    let narrow = trained(home.path(), wide("narrow", &narrow));
+    assert_eq!(narrow.rows_per_epoch, strict.rows_per_epoch);
+    for (found, expected) in narrow.loss_per_epoch.iter().zip(&strict.loss_per_epoch) {
+        assert!((found - expected).abs() < 0.02, "fp16: {found} instead of {expected}");
+    }
+}
+
+#[test]
+fn a_worker_killed_among_several_buckets_costs_one_step() {
+    let home = home();
+    let more = "epochs_max = 12\ncheckpoint_every_steps = 1000";
+    let strict = trained(home.path(), wide("strict", &format!("workers = 1\n{more}")));
+    let mut is_killed = false;
+    let job = wide("battered", &format!("workers = 3\n{more}\n{FAST}"));
+    let report = run(setup(home.path()), job, |seen| {
+        if !is_killed && seen.step >= 20 && seen.worker_pids.len() == 3 {
+            is_killed = true;
+            signal("KILL", seen.worker_pids[1]);
+        }
+    });
+    let report = report.unwrap();
+    assert!(is_killed && report.workers_lost == 1, "{report:?}");
+    assert_eq!(report.rows_per_epoch, vec![ROWS as u64; 12]);
+    assert_close(&report.loss_per_epoch, &strict.loss_per_epoch, "after a kill");
+}
+
 #[test]
 fn all_reduced_runs_resume_and_no_strategy_continues_another() {
     let home = home();
