@@ -17,6 +17,9 @@
 //! the record goes with the session. A lapsed lease does not prove it. Such a record stays until the process resumes
 //! and removes it, or until a lock file in its home proves its end (`deletion_lock.rs`). A restore that takes the store
 //! over ignores it.
+//!
+//! A request to a bucket may arrive after its process gave it up or ended. Then the record stays as a *late record* until
+//! the request cannot arrive any more (`deletion_record.rs`).
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +28,7 @@ use std::time::Duration;
 use crate::collector::Collector;
 use crate::data::ObjectPool;
 use crate::deletion_lock;
+use crate::deletion_record;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::{Durability, Order, ReadTxn};
@@ -110,6 +114,8 @@ struct Tried {
     count: usize,
     deleted: Vec<ObjectId>,
     failed: Option<Failure>,
+    /// A request had no answer, so that it may reach the store later.
+    may_be_late: bool,
 }
 
 /// Numbers of the deletion records of this process.
@@ -132,7 +138,7 @@ impl GarbageList<'_> {
                     return Ok(Deletions { is_held: true, ..done });
                 };
                 let (tried, result) = self.carry_out(&decided);
-                self.finish(&decided, &tried.deleted, why, slice)?;
+                self.finish(&decided, &tried, why, slice)?;
                 let count = tried.count;
                 done.add(tried);
                 result?;
@@ -149,6 +155,7 @@ impl GarbageList<'_> {
     /// Decides on the deletion of those of the objects that nothing needs; `None` while a backup or restore holds them.
     fn decide(self, objects: &[ObjectId], why: Unneeded, slice: &Slice<'_>) -> Result<Option<Decided>> {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let number = if self.pool.is_local() { number } else { number | deletion_record::OF_BUCKET };
         let record = keys::deletion(self.session, number);
         self.collector.show_end(|| deletion_lock::take(self.meta, self.home, self.session));
         let wanted: Vec<_> = objects
@@ -175,7 +182,7 @@ impl GarbageList<'_> {
                 chosen.extend(is_unneeded.then_some(*object));
             }
             if !chosen.is_empty() {
-                txn.put(&record, &chosen.iter().flat_map(|id| id.to_bytes()).collect::<Vec<u8>>())?;
+                txn.put(&record, &deletion_record::encode(&chosen))?;
             }
             Ok(Some((chosen, at)))
         })?;
@@ -202,10 +209,11 @@ impl GarbageList<'_> {
                 break;
             }
             failpoint::hit("gc-object-chosen");
-            let (gone, result) = self.pool.delete_all(few);
-            let left: Vec<ObjectId> = few.iter().copied().filter(|id| !gone.contains(id)).collect();
-            tried.deleted.extend(gone);
-            if let Err(error) = result.map_err(Error::from) {
+            let removal = self.pool.delete_all(few);
+            let left: Vec<ObjectId> = few.iter().copied().filter(|id| !removal.gone.contains(id)).collect();
+            tried.deleted.extend(removal.gone);
+            tried.may_be_late |= removal.may_be_late;
+            if let Err(error) = removal.result.map_err(Error::from) {
                 if error.is_retryable() {
                     return (tried, Err(error));
                 }
@@ -222,18 +230,21 @@ impl GarbageList<'_> {
 
     /// Removes the record of a decision. The objects that were deleted leave the garbage list, unless this process has
     /// lost its session or its turn.
-    fn finish(self, decided: &Decided, deleted: &[ObjectId], why: Unneeded, slice: &Slice<'_>) -> Result<()> {
+    fn finish(self, decided: &Decided, tried: &Tried, why: Unneeded, slice: &Slice<'_>) -> Result<()> {
         if decided.objects.is_empty() {
             return Ok(());
         }
         let checked = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             txn.delete(&decided.record)?;
+            if tried.may_be_late {
+                deletion_record::keep_late(txn, &deletion_record::encode(&decided.objects))?;
+            }
             match self.check_turn(txn.as_read(), slice) {
                 Err(lost @ Error::Stale { .. }) => return Ok(Err(lost)),
                 checked => checked?,
             }
             if why == Unneeded::Garbage {
-                deleted.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))?;
+                tried.deleted.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))?;
             }
             Ok(Ok(()))
         })?;

@@ -17,6 +17,7 @@ use super::local_pack::{GrowingPacks, LocalPack};
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
 use super::reader::{OpenObject, OpenObjects};
+use super::remote::Removal;
 use super::remote_pack::{PendingPacks, RemotePackWriters};
 use super::runtime::Io;
 use super::space::StoreSpace;
@@ -259,8 +260,8 @@ impl ObjectPool {
         self.backend.delete(id)
     }
 
-    /// [`ObjectPool::delete`] for many objects. Tries all; returns those that are gone, and the first error.
-    pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> (Vec<ObjectId>, Result<()>) {
+    /// [`ObjectPool::delete`] for many objects. Tries all.
+    pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> Removal {
         let Store::Remote(remote) = self.backend.store() else {
             let (mut gone, mut result) = (Vec::new(), Ok(()));
             for id in ids {
@@ -269,7 +270,7 @@ impl ObjectPool {
                     Err(error) => result = result.and(Err(error)),
                 }
             }
-            return (gone, result);
+            return Removal { gone, result, may_be_late: false };
         };
         for id in ids {
             self.open.forget(*id);
@@ -279,7 +280,11 @@ impl ObjectPool {
         }
         let (remote, ids) = (Arc::clone(remote), ids.to_vec());
         let done = self.runtime().wait(async move { remote.delete_all(ids).await });
-        done.unwrap_or_else(|| (Vec::new(), self.backend.answer(None)))
+        done.unwrap_or_else(|| Removal {
+            gone: Vec::new(),
+            result: self.backend.answer(None),
+            may_be_late: true,
+        })
     }
 
     /// The objects that a session wrote, including unreferenced ones, in order of id. Scans the whole of a

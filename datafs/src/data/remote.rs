@@ -9,6 +9,7 @@ use std::fmt;
 use std::future::ready;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
@@ -60,6 +61,17 @@ pub(super) struct RemoteStore {
     pub(super) sending: Arc<Semaphore>,
     /// Bounds the parts that wait to be sent again.
     pub(super) kept: Arc<Semaphore>,
+}
+
+/// The outcome of the deletion of several objects.
+#[derive(Debug)]
+pub(crate) struct Removal {
+    /// The objects that are gone.
+    pub(crate) gone: Vec<ObjectId>,
+    /// The first error.
+    pub(crate) result: Result<()>,
+    /// A request had no answer, so that it may reach the store after this call.
+    pub(crate) may_be_late: bool,
 }
 
 impl fmt::Debug for RemoteStore {
@@ -229,27 +241,45 @@ impl RemoteStore {
 
     /// Deletes an object and its sidecar.
     pub(super) async fn delete(&self, id: ObjectId) -> Result<()> {
-        self.delete_path(&self.data_path(id)).await?;
-        if id.layout() == Layout::Plain { self.delete_path(&self.sums_path(id)).await } else { Ok(()) }
+        self.delete_noting(id, &AtomicBool::new(false)).await
     }
 
-    async fn delete_path(&self, path: &StorePath) -> Result<()> {
-        let done = insist("delete", &self.place, self.timeout, |_| self.objects.delete(path)).await;
+    async fn delete_noting(&self, id: ObjectId, may_be_late: &AtomicBool) -> Result<()> {
+        self.delete_path(&self.data_path(id), may_be_late).await?;
+        match id.layout() {
+            Layout::Plain => self.delete_path(&self.sums_path(id), may_be_late).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Sets `may_be_late` if a request was repeated: the earlier one may have had no answer.
+    async fn delete_path(&self, path: &StorePath, may_be_late: &AtomicBool) -> Result<()> {
+        let done = insist("delete", &self.place, self.timeout, |tries| {
+            may_be_late.fetch_or(tries > 0, Ordering::Relaxed);
+            self.objects.delete(path)
+        })
+        .await;
+        may_be_late.fetch_or(matches!(done, Err(ObjectError::Away { .. })), Ordering::Relaxed);
         done.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Deletes objects concurrently. Tries all; returns those that are gone, and the first error.
-    pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> (Vec<ObjectId>, Result<()>) {
-        let delete = |id| async move { (id, self.delete(id).await) };
+    /// Deletes objects concurrently. Tries all.
+    pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> Removal {
+        let delete = |id| async move {
+            let may_be_late = AtomicBool::new(false);
+            let done = self.delete_noting(id, &may_be_late).await;
+            (id, done, may_be_late.into_inner())
+        };
         let mut deleted = futures::stream::iter(ids).map(delete).buffer_unordered(DELETES_AT_A_TIME);
-        let (mut gone, mut result) = (Vec::new(), Ok(()));
-        while let Some((id, done)) = deleted.next().await {
+        let (mut gone, mut result, mut may_be_late) = (Vec::new(), Ok(()), false);
+        while let Some((id, done, is_late)) = deleted.next().await {
+            may_be_late |= is_late;
             match done {
                 Ok(()) => gone.push(id),
                 Err(error) => result = result.and(Err(error)),
             }
         }
-        (gone, result)
+        Removal { gone, result, may_be_late }
     }
 
     /// The objects of a session.
@@ -358,7 +388,7 @@ impl RemoteStore {
     }
 
     async fn forget_upload(&self, id: ObjectId) {
-        if let Err(error) = self.delete_path(&self.upload_path(id)).await {
+        if let Err(error) = self.delete_note(id).await {
             tracing::warn!(
                 error = error_chain::one_line(&error), object = %id,
                 "the note of a finished upload stays behind"
@@ -387,7 +417,11 @@ impl RemoteStore {
             );
             return false;
         }
-        self.delete_path(&self.upload_path(id)).await.is_ok()
+        self.delete_note(id).await.is_ok()
+    }
+
+    async fn delete_note(&self, id: ObjectId) -> Result<()> {
+        self.delete_path(&self.upload_path(id), &AtomicBool::new(false)).await
     }
 
     /// Aborts the unfinished uploads of a dead session. Returns how many there were.
