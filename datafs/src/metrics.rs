@@ -98,6 +98,8 @@ counters! {
         "Blocks that were not kept because too many were waiting for the disk of the cache.";
     CACHE_EVICTED_BYTES "millrace_datafs_cache_evicted_bytes_total"
         "Bytes removed from the cache to stay within its bounds.";
+    CACHE_LOCKS_IGNORED "millrace_datafs_cache_locks_ignored_total"
+        "Evictions without the lock of the cache, because another process held it for more than 30 s.";
     RECORD_CACHE_HITS "millrace_datafs_record_cache_hits_total"
         "Metadata records that were in memory.";
     RECORD_CACHE_MISSES "millrace_datafs_record_cache_misses_total"

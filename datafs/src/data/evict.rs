@@ -3,13 +3,17 @@
 //!
 //! Caches that share a bound lie side by side in one folder. Each of their evictors lists all of them and removes the
 //! least recently used objects of all. A link in that folder or in a cache is not followed.
+//!
+//! A lock lets one process evict at a time. It only saves work: two evictors at once remove the same objects. So the others
+//! ignore it once one process has held it for [`HELD_MAX`], because that was stopped or its disk hangs.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::fs::{self, Metadata};
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use millrace_leaf::error_chain;
 use millrace_leaf::private;
@@ -28,6 +32,10 @@ const LOW_PERCENT: u64 = 90;
 const LOOK_BYTES_MAX: u64 = 256 << 20;
 /// Unfinished files of other processes are removed after this time.
 const UNFINISHED_AGE: Duration = Duration::from_secs(3600);
+/// How long one process may hold the lock before the others ignore it.
+const HELD_MAX: Duration = Duration::from_secs(30);
+/// Bytes of the lock file that are read: the holder's process id, and the time in milliseconds at which it locked the file.
+const HOLDER_BYTES: usize = 64;
 
 /// The bounds of a cache.
 #[derive(Debug, Clone, Copy)]
@@ -60,6 +68,21 @@ pub(super) struct Evictor {
     written: u64,
     /// No scan has run yet.
     first: bool,
+    /// The process that held the lock at the last attempt.
+    held: Option<Held>,
+    /// [`HELD_MAX`], except in tests.
+    held_max: Duration,
+}
+
+/// A process that holds the lock.
+#[derive(Debug)]
+struct Held {
+    /// The content of the lock file.
+    by: String,
+    /// When this process first saw it.
+    since: Instant,
+    /// It is ignored, and the log says so.
+    is_ignored: bool,
 }
 
 /// The files of one object.
@@ -72,7 +95,7 @@ struct Kept {
 
 impl Evictor {
     pub(super) fn new(root: &Path, bounds: Bounds) -> Evictor {
-        Evictor { root: root.to_owned(), bounds, written: 0, first: true }
+        Evictor { root: root.to_owned(), bounds, written: 0, first: true, held: None, held_max: HELD_MAX }
     }
 
     /// The cache calls this after each write of `bytes` bytes.
@@ -80,7 +103,9 @@ impl Evictor {
         self.written += bytes;
         let look = (self.bounds.bytes_max / 16).min(LOOK_BYTES_MAX);
         let short = StoreSpace::of_disk(&self.root).map_or(0, |s| self.shortage(s.available_bytes));
-        if self.first || self.written >= look || short > 0 {
+        let has_waited =
+            self.held.as_ref().is_some_and(|held| !held.is_ignored && held.since.elapsed() >= self.held_max);
+        if self.first || self.written >= look || short > 0 || has_waited {
             self.first = false;
             self.written = 0;
             self.run(short);
@@ -92,11 +117,11 @@ impl Evictor {
     }
 
     /// Removes objects until the cache fits, and `short` bytes more are free.
-    fn run(&self, short: u64) {
+    fn run(&mut self, short: u64) {
         // Caches that share a bound exclude each other too.
         let path = self.parent().unwrap_or(&self.root).join("evict.lock");
-        let lock = match private::options().write(true).create(true).truncate(true).open(&path) {
-            Ok(lock) => lock,
+        let file = match private::options().read(true).write(true).create(true).truncate(false).open(&path) {
+            Ok(file) => file,
             Err(error) => {
                 tracing::warn!(
                     error = error_chain::one_line(&error), path = %path.display(),
@@ -106,7 +131,16 @@ impl Evictor {
             }
         };
         // One process evicts at a time; the others continue.
-        let Ok(_lock) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return };
+        let _lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => {
+                self.held = None;
+                // Without it, the log of the others does not name this process.
+                let _ = note_holder(&lock);
+                Some(lock)
+            }
+            Err((file, _)) if self.is_held_too_long(&file, &path) => None,
+            Err(_) => return,
+        };
         let mut kept = self.list();
         let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
         let target =
@@ -125,18 +159,45 @@ impl Evictor {
             let mut map = object.image.clone().into_os_string();
             map.push(MAP_SUFFIX);
             let _ = fs::remove_file(map);
-            if let Err(error) = fs::remove_file(&object.image)
-                && error.kind() != std::io::ErrorKind::NotFound
-            {
-                tracing::warn!(
-                    error = error_chain::one_line(&error), path = %object.image.display(),
-                    "the cache cannot be made smaller"
-                );
-                continue;
+            match fs::remove_file(&object.image) {
+                Ok(()) => metrics::CACHE_EVICTED_BYTES.inc_by(object.bytes),
+                // Another process has removed it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => {
+                    tracing::warn!(
+                        error = error_chain::one_line(&error), path = %object.image.display(),
+                        "the cache cannot be made smaller"
+                    );
+                    continue;
+                }
             }
             left -= object.bytes;
-            metrics::CACHE_EVICTED_BYTES.inc_by(object.bytes);
         }
+    }
+
+    /// Whether the same process has held the lock since an attempt [`HELD_MAX`] ago. Logs it once.
+    fn is_held_too_long(&mut self, lock: &File, path: &Path) -> bool {
+        let mut text = [0; HOLDER_BYTES];
+        let read = lock.read_at(&mut text, 0).unwrap_or(0);
+        let by = String::from_utf8_lossy(&text[..read]).trim_end().to_owned();
+        let Some(held) = self.held.as_mut().filter(|held| held.by == by) else {
+            self.held = Some(Held { by, since: Instant::now(), is_ignored: false });
+            return false;
+        };
+        let held_for = held.since.elapsed();
+        if held_for < self.held_max {
+            return false;
+        }
+        metrics::CACHE_LOCKS_IGNORED.inc();
+        if !held.is_ignored {
+            held.is_ignored = true;
+            tracing::warn!(
+                path = %path.display(), pid = held.by.split(' ').next(), held_s = held_for.as_secs(),
+                "another process holds the lock of the cache and makes no progress: the cache is made smaller without it; \
+                 continue or end that process"
+            );
+        }
+        true
     }
 
     /// The directory of the caches that share the bound, if it is shared.
@@ -182,6 +243,13 @@ impl Evictor {
     }
 }
 
+/// Notes this process in the lock file that it has locked.
+fn note_holder(lock: &File) -> io::Result<()> {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    lock.set_len(0)?;
+    lock.write_all_at(format!("{} {}\n", std::process::id(), since.as_millis()).as_bytes(), 0)
+}
+
 /// The directories in a directory, without links. Entries that cannot be listed or are gone by now are skipped.
 fn directories(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let entries = fs::read_dir(of).into_iter().flatten().flatten();
@@ -191,4 +259,39 @@ fn directories(of: &Path) -> impl Iterator<Item = PathBuf> + use<> {
 /// Disk space of a file; images are sparse.
 fn disk_bytes(data: &Metadata) -> u64 {
     data.blocks() * 512
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_a_stopped_process_holds_does_not_stop_eviction() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, lock) = (dir.path().join("aa"), dir.path().join("evict.lock"));
+        fs::create_dir(&folder).unwrap();
+        let fill =
+            || ["one", "two"].iter().for_each(|name| fs::write(folder.join(name), [1_u8; 65_536]).unwrap());
+        let left = || fs::read_dir(&folder).unwrap().count();
+        let bounds = Bounds { bytes_max: 4_096, free_bytes_min: 0, is_shared: false };
+        let mut evictor = Evictor { held_max: Duration::ZERO, ..Evictor::new(dir.path(), bounds) };
+        fill();
+        let file = private::options().read(true).write(true).create(true).truncate(true).open(&lock).unwrap();
+        let held = Flock::lock(file, FlockArg::LockExclusiveNonblock).unwrap();
+        // Two processes in turn, then the second one for too long.
+        for (holder, expected) in [("1 100", 2), ("2 200", 2), ("2 200", 0)] {
+            held.write_all_at(holder.as_bytes(), 0).unwrap();
+            evictor.after(1);
+            assert_eq!(left(), expected, "{holder}");
+        }
+        fill();
+        evictor.run(0);
+        assert_eq!(left(), 0, "the lock stays ignored");
+        assert!(evictor.held.as_ref().unwrap().is_ignored && metrics::CACHE_LOCKS_IGNORED.get() >= 2);
+        drop(held);
+        fill();
+        evictor.run(0);
+        assert!(left() == 0 && evictor.held.is_none());
+        assert!(fs::read_to_string(&lock).unwrap().starts_with(&format!("{} ", std::process::id())));
+    }
 }
