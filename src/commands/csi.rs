@@ -61,7 +61,7 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
 
 /// Serves metrics until the end of the command. The driver that this one replaces may have the address until it ends,
 /// which is after this one has taken over its mounts: so this driver then serves without metrics until the address is
-/// free.
+/// free. If it stays taken, the log says so again and again.
 async fn export(context: &Context, address: SocketAddr, metrics: Metrics) -> Result<()> {
     let (out, stop) = (context.out, context.stop.clone());
     let ends = stop.clone();
@@ -85,6 +85,8 @@ async fn export(context: &Context, address: SocketAddr, metrics: Metrics) -> Res
             Some(server) => Ok(server),
             None => tokio::select! {
                 taken = metrics_address::take(Duration::MAX, attempt) => taken,
+                never = metrics_address::remind(metrics_address::REMINDERS, |waited| still_taken(address, waited)) =>
+                    match never {},
                 () = stop.cancelled() => return,
             },
         };
@@ -100,4 +102,13 @@ async fn export(context: &Context, address: SocketAddr, metrics: Metrics) -> Res
         }
     });
     Ok(())
+}
+
+/// Logs that the metrics address has been taken for longer than a handover.
+fn still_taken(address: SocketAddr, waited: Duration) {
+    tracing::error!(
+        %address, waited_s = waited.as_secs(),
+        "the driver still serves no metrics, because another process has their address: end that process, or start the \
+         driver with another --metrics"
+    );
 }
