@@ -15,12 +15,12 @@ use std::time::Instant;
 use millrace_datafs::{Config, Datafs, MetaUrl, Secret};
 use millrace_leaf::private;
 use parking_lot::Mutex;
-use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
 use crate::caches::Caches;
 use crate::refusal::{invalid, refused};
+use crate::server_config;
 
 /// Most homes that stay open at the same time.
 const OPEN_MAX: usize = 8;
@@ -79,13 +79,7 @@ impl fmt::Debug for Homes {
 impl Place {
     /// The configuration file of a process that uses this home. It holds secrets.
     pub(crate) fn config_text(&self) -> Result<String, Status> {
-        #[derive(Serialize)]
-        struct File<'a> {
-            datafs: &'a Config,
-        }
-        // Through a table, which sorts values before tables.
-        let table = toml::Table::try_from(File { datafs: &self.config });
-        table.and_then(|table| toml::to_string(&table)).map_err(|_| {
+        server_config::text(&self.config).map_err(|_| {
             // The error may repeat a value.
             refused(Code::Internal, "cannot write the configuration of the volumes' home as TOML".into())
         })

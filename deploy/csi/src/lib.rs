@@ -58,6 +58,7 @@ mod refusal;
 mod registration;
 mod registry;
 mod restore;
+mod server_config;
 mod servers;
 mod socket;
 mod target;

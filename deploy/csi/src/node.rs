@@ -145,14 +145,15 @@ impl NodeService {
         if found.home != wanted.place.root {
             return differs("home in its secrets");
         }
-        let digest = wanted.place.digest()?;
-        if found.config_digest == digest {
+        let (text, digest) = (wanted.place.config_text()?, wanted.place.digest()?);
+        // After a rollback, an earlier program may have removed keys from the file.
+        if found.config_digest == digest && locked.has_config(&text) {
             if self.servers.is_kept(&found.target) {
                 return Ok(());
             }
             return self.servers.resume(locked, &found).await;
         }
-        locked.write_config(&wanted.place.config_text()?)?;
+        locked.write_config(&text)?;
         let changed = Publication { config_digest: digest, ..found };
         if self.servers.hands_over() {
             tracing::info!(path = %changed.target.display(), "secrets changed: the server of a mount is replaced");

@@ -18,6 +18,7 @@ use tonic::{Code, Status};
 
 use crate::check::MountFlags;
 use crate::refusal::{busy, refused};
+use crate::server_config;
 
 /// The newest format of records that this build reads.
 pub(crate) const FORMAT: u32 = 1;
@@ -216,6 +217,23 @@ impl Locked {
         read(&self.path("json"))
     }
 
+    /// Whether this is the configuration of the server.
+    pub(crate) fn has_config(&self, text: &str) -> bool {
+        fs::read(self.config()).is_ok_and(|found| found == text.as_bytes())
+    }
+
+    /// Removes what this program does not know and may leave out from a configuration that a later one wrote.
+    pub(crate) fn fit_config(&self) -> Result<(), Status> {
+        // The server says what is wrong with a file that cannot be read.
+        let Ok(text) = fs::read_to_string(self.config()) else { return Ok(()) };
+        let Some((text, unknown)) = server_config::without_unknown(&text) else { return Ok(()) };
+        tracing::warn!(
+            path = %self.config().display(), keys = %unknown.join(" "),
+            "a later program wrote the configuration of a mount's server: its optional keys are left out"
+        );
+        self.write_config(&text)
+    }
+
     /// Writes the configuration of the server.
     pub(crate) fn write_config(&self, text: &str) -> Result<(), Status> {
         let path = self.config();
@@ -286,6 +304,19 @@ mod tests {
         locked.remove().unwrap();
         assert!(all.all().is_empty());
         assert!(all.lock(target).unwrap().read().unwrap().is_none());
+    }
+
+    #[test]
+    fn a_configuration_of_a_later_program_loses_its_optional_keys() {
+        let dir = tempfile::tempdir().unwrap();
+        let locked = Publications::open(dir.path().to_owned()).unwrap().lock(Path::new("/a")).unwrap();
+        locked.fit_config().unwrap();
+        assert!(!locked.has_config(""));
+        let later = "# optional: of_tomorrow\n[datafs]\nmeta_schema = \"s\"\nof_tomorrow = 1\n";
+        locked.write_config(later).unwrap();
+        assert!(locked.has_config(later));
+        locked.fit_config().unwrap();
+        assert!(locked.has_config("[datafs]\nmeta_schema = \"s\"\n"));
     }
 
     #[test]

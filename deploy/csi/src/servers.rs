@@ -235,6 +235,7 @@ impl Servers {
     /// Starts a process and waits for its announcement.
     async fn launch(&self, locked: &Locked, publication: &Publication) -> Result<Server, Status> {
         let attempt = format!("mount {} at {}", publication.spec, publication.target.display());
+        locked.fit_config()?;
         let mut command = Command::new(&self.launch.program);
         // What process lists show for the running program's link.
         command.arg0("millrace").args(self.arguments(locked, publication));
