@@ -27,7 +27,8 @@ use crate::publication::Publications;
 
 /// The line of a server's configuration that says that its cache is one of those here.
 const SHARED: &str = "cache_shared_bound = true";
-/// How long a call waits for a sweep, which has the lock for as long as it reads records and renames folders.
+/// How long a call waits for a sweep, which has the lock for as long as it reads records and renames folders, and a sweep
+/// for calls.
 const HOLD_MAX: Duration = Duration::from_secs(2);
 const HOLD_PAUSE: Duration = Duration::from_millis(20);
 
@@ -87,13 +88,22 @@ impl Caches {
     /// # Errors
     /// Those of opening and locking the file; [`ErrorKind::WouldBlock`] when another driver was stopped during its sweep.
     pub(crate) fn hold(&self) -> io::Result<File> {
+        self.lock_within(File::try_lock_shared)
+    }
+
+    /// Locks the file of the caches, for at most [`HOLD_MAX`].
+    fn lock_within(&self, attempt: fn(&File) -> Result<(), TryLockError>) -> io::Result<File> {
         let (file, begin) = (self.open_lock()?, Instant::now());
         loop {
-            match file.try_lock_shared() {
+            match attempt(&file) {
                 Ok(()) => return Ok(file),
                 Err(TryLockError::WouldBlock) if begin.elapsed() < HOLD_MAX => std::thread::sleep(HOLD_PAUSE),
                 Err(TryLockError::WouldBlock) => {
-                    let reason = format!("another driver has {} locked", self.lock.display());
+                    let reason = format!(
+                        "another driver has had {} locked for {} s: continue or end it",
+                        self.lock.display(),
+                        HOLD_MAX.as_secs()
+                    );
                     return Err(io::Error::new(ErrorKind::WouldBlock, reason));
                 }
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -136,8 +146,7 @@ impl Caches {
         if all.is_empty() {
             return Ok(0);
         }
-        let lock = self.open_lock()?;
-        lock.lock()?;
+        let _lock = self.lock_within(File::try_lock)?;
         let published =
             publications.try_all().map_err(|refused| io::Error::other(refused.message().to_owned()))?;
         // Servers of earlier programs have their caches in the homes.

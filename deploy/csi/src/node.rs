@@ -148,7 +148,7 @@ impl NodeService {
         let (text, digest) = (wanted.place.config_text()?, wanted.place.digest()?);
         // After a rollback, an earlier program may have removed keys from the file.
         if found.config_digest == digest && locked.has_config(&text) {
-            if self.servers.is_kept(&found.target) {
+            if self.servers.is_serving(&found.target).await? {
                 return Ok(());
             }
             return self.servers.resume(locked, &found).await;
@@ -182,21 +182,12 @@ impl NodeService {
             server: None,
         };
         let at = publication.target.clone();
-        let prepared = prepare(self.servers.clone(), &at).await;
-        let started = match prepared {
-            Ok(()) => {
-                let begun = hold(self.homes.caches()).and_then(|held| {
-                    make_home(&wanted.place)?;
-                    locked.write_config(&wanted.place.config_text()?)?;
-                    locked.write(&publication)?;
-                    drop(held);
-                    Ok(())
-                });
-                match begun {
-                    Ok(()) => self.servers.start(&locked, &publication).await,
-                    failed => failed,
-                }
-            }
+        let begun = match prepare(self.servers.clone(), &at).await {
+            Ok(()) => self.begin(&locked, &wanted.place, &publication).await,
+            failed => failed,
+        };
+        let started = match begun {
+            Ok(()) => self.servers.start(&locked, &publication).await,
             failed => failed,
         };
         if let Err(refused) = &started {
@@ -208,6 +199,19 @@ impl NodeService {
             locked.remove()?;
         }
         started
+    }
+
+    /// Writes the record of a new publication, after its home and configuration.
+    async fn begin(&self, locked: &Locked, place: &Place, publication: &Publication) -> Result<(), Status> {
+        let held = match self.homes.is_own(place) {
+            true => None,
+            false => Some(hold(self.homes.caches()).await?),
+        };
+        make_home(place)?;
+        locked.write_config(&place.config_text()?)?;
+        locked.write(publication)?;
+        drop(held);
+        Ok(())
     }
 
     async fn unpublish(&self, volume_id: &str, at: &Path) -> Result<(), Status> {
@@ -272,8 +276,12 @@ async fn look<T: Send + 'static>(
 }
 
 /// Keeps the caches of tenants from being removed before the record of a publication says that one is used.
-fn hold(caches: &Caches) -> Result<File, Status> {
-    caches.hold().map_err(|error| {
+async fn hold(caches: &Caches) -> Result<File, Status> {
+    let of = caches.clone();
+    // It may wait for another driver.
+    let held = tokio::task::spawn_blocking(move || of.hold()).await;
+    let ended = |error| refused(Code::Internal, format!("the work of the call ended early: {error}"));
+    held.map_err(ended)?.map_err(|error| {
         let code = match error.kind() {
             ErrorKind::WouldBlock => Code::Unavailable,
             _ => Code::Internal,

@@ -19,6 +19,8 @@ use nix::unistd::Pid;
 use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
@@ -42,6 +44,9 @@ const WELL_AFTER: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_secs(1);
 /// How long a new driver tries to take over the mounts of an earlier one, and the pause between its attempts.
 const RECOVERY: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(1));
+/// Most mounts that a new driver takes over at the same time. One whose metadata server is silent delays the others by at
+/// most its place.
+const RECOVERED_TOGETHER: usize = 16;
 /// Longest announcement of a server, in bytes.
 const ANNOUNCEMENT_BYTES_MAX: u64 = 64 * 1024;
 /// Variables that the server of a tenant's volume gets. Others may be credentials of the driver.
@@ -187,6 +192,23 @@ impl Servers {
     /// Whether a server for a target runs, or is being started again.
     pub(crate) fn is_kept(&self, target: &Path) -> bool {
         self.keepers.lock().get(target).is_some_and(|keeper| !keeper.task.is_finished())
+    }
+
+    /// Whether the server of a target runs and its mount is there.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` while the server is being started again and nothing is mounted: a pod would get the bare folder.
+    pub(crate) async fn is_serving(&self, at: &Path) -> Result<bool, Status> {
+        if !self.is_kept(at) {
+            return Ok(false);
+        }
+        if blocking(at, target::is_mounted).await? {
+            return Ok(true);
+        }
+        Err(refused(
+            Code::Unavailable,
+            format!("the server of {} died and is being started again: retry", at.display()),
+        ))
     }
 
     /// Starts the server of a target and waits until it serves. Then records it, and keeps it running. With a holder,
@@ -376,6 +398,8 @@ impl Servers {
         if publication.driver != self.driver || publication.server != Some(died) {
             return Ok(None);
         }
+        // Without space for the record, each attempt would leave one more server.
+        locked.write(&publication)?;
         let server = self.launch(&locked, &publication).await?;
         let Server::Own(child, _) = &server else { return Ok(None) };
         let Some(process) = child.id().and_then(Process::of) else {
@@ -442,13 +466,31 @@ impl Servers {
         let until = tokio::time::Instant::now() + RECOVERY.0;
         let mut waiting = self.publications.all();
         loop {
-            let mut failed = Vec::new();
+            let (places, mut tries) = (Arc::new(Semaphore::new(RECOVERED_TOGETHER)), JoinSet::new());
             for publication in waiting {
-                if self.stop.is_cancelled() {
-                    return;
-                }
+                let (servers, places) = (Arc::clone(&self), Arc::clone(&places));
+                tries.spawn(async move {
+                    // The semaphore is never closed.
+                    let _place = places.acquire().await;
+                    if servers.stop.is_cancelled() {
+                        return None;
+                    }
+                    let recovered = servers.recover_one(&publication.target).await;
+                    Some((publication, recovered))
+                });
+            }
+            let mut failed = Vec::new();
+            while let Some(tried) = tries.join_next().await {
+                let (publication, recovered) = match tried {
+                    Ok(Some(tried)) => tried,
+                    Ok(None) => continue,
+                    Err(error) => {
+                        tracing::error!(%error, "the work of taking over a published volume ended early");
+                        continue;
+                    }
+                };
                 let at = publication.target.display().to_string();
-                match self.recover_one(&publication.target).await {
+                match recovered {
                     Ok(()) => {
                         tracing::info!(path = %at, volume = %publication.volume_id, "a published volume was taken over")
                     }
@@ -458,7 +500,7 @@ impl Servers {
                     }
                 }
             }
-            if failed.is_empty() {
+            if failed.is_empty() || self.stop.is_cancelled() {
                 return;
             }
             if tokio::time::Instant::now() >= until {
@@ -501,6 +543,8 @@ impl Servers {
                     // It serves nothing.
                     Server::Adopted(process).end().await;
                 }
+                // As in a restart.
+                locked.write(publication)?;
                 self.start(locked, publication).await
             }
         }

@@ -165,6 +165,19 @@ fn nothing_is_removed_while_a_record_cannot_be_read() {
 }
 
 #[test]
+fn a_driver_that_is_stopped_with_the_lock_delays_neither_calls_nor_sweeps_for_long() {
+    let node = Node::new();
+    let kept = node.fill(&identity('1'));
+    let stopped = node.caches.open_lock().unwrap();
+    stopped.lock().unwrap();
+    assert_eq!(node.caches.hold().unwrap_err().kind(), ErrorKind::WouldBlock);
+    let error = node.caches.sweep(&node.publications, Duration::ZERO).unwrap_err();
+    assert!(error.kind() == ErrorKind::WouldBlock && kept.exists(), "{error}");
+    drop(stopped);
+    assert_eq!((node.sweep(), kept.exists()), (1, false));
+}
+
+#[test]
 fn a_mount_below_a_cache_is_not_emptied() {
     let node = Node::new();
     let victim = fill(&node.dir.path().join("victim"));

@@ -85,4 +85,8 @@ async fn unpublish_with_another_volume_leaves_the_restarts_of_the_mount() {
     assert_eq!(node.unpublish("mine", &at).await.unwrap_err().code(), Code::Aborted);
     assert!(last.is_cancelled());
     drop(locked);
+    // A repeated publication is not answered with a bare folder while the server is being started again.
+    std::fs::create_dir(&at).unwrap();
+    assert_eq!(node.servers.is_serving(&at).await.unwrap_err().code(), Code::Unavailable);
+    assert!(!node.servers.is_serving(&dir.path().join("other")).await.unwrap());
 }
