@@ -60,8 +60,6 @@ pub struct Config {
     pub cache_bytes_max: u64,
     /// Whether `cache_bytes_max` bounds this cache together with those beside it: the folders in the parent of
     /// `cache_dir` whose names are 32 hex digits, as its own must be. The CSI driver sets it for the caches of tenants.
-    // Programs that do not know the key yet can read a configuration without it.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub cache_shared_bound: bool,
     /// Bytes of its disk that the cache leaves free.
     pub cache_free_bytes_min: u64,

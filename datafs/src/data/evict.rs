@@ -4,8 +4,8 @@
 //! Caches that share a bound lie side by side in one folder. Each of their evictors lists all of them and removes the
 //! least recently used objects of all. A link in that folder or in a cache is not followed.
 //!
-//! A lock lets one process evict at a time. It only saves work: two evictors at once remove the same objects. So the others
-//! ignore it once one process has held it for [`HELD_MAX`], because that was stopped or its disk hangs.
+//! A lock lets one process evict at a time. It only saves work: two evictors at once remove the same objects. So the other
+//! processes ignore it once one has held it for [`HELD_MAX`], because that one was stopped or its disk hangs.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
