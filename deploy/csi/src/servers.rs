@@ -44,8 +44,7 @@ const WELL_AFTER: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_secs(1);
 /// How long a new driver tries to take over the mounts of an earlier one, and the pause between its attempts.
 const RECOVERY: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(1));
-/// Most mounts that a new driver takes over at the same time. One whose metadata server is silent delays the others by at
-/// most its place.
+/// Most mounts that a new driver takes over at the same time. One whose metadata server is silent takes one place.
 const RECOVERED_TOGETHER: usize = 16;
 /// Longest announcement of a server, in bytes.
 const ANNOUNCEMENT_BYTES_MAX: u64 = 64 * 1024;
@@ -337,7 +336,7 @@ impl Servers {
     async fn keep(
         self: Arc<Self>,
         at: PathBuf,
-        mut process: Process,
+        mut recorded: Process,
         mut server: Server,
         stop: CancellationToken,
         last: CancellationToken,
@@ -362,7 +361,7 @@ impl Servers {
                 let restarted = tokio::select! {
                     restarted = async {
                         tokio::time::sleep(pause).await;
-                        self.restart(&at, process).await
+                        self.restart(&at, recorded).await
                     } => restarted,
                     () = stop.cancelled() => return,
                     () = last.cancelled() => return,
@@ -374,7 +373,7 @@ impl Servers {
                             path = %at.display(), status = ?status, pause_ms = pause.as_millis() as u64,
                             "the server of a mount died and was started again"
                         );
-                        (process, server) = (next, successor);
+                        (recorded, server) = (next, successor);
                         break;
                     }
                     Ok(None) => return,
@@ -391,22 +390,29 @@ impl Servers {
         }
     }
 
-    /// Starts the successor of a server that died, if this driver is still responsible for it.
-    async fn restart(&self, at: &Path, died: Process) -> Result<Option<(Process, Server)>, Status> {
+    /// Starts the successor of a server that died, if this driver is still responsible for it. Returns the server that the
+    /// record then has, and the successor.
+    async fn restart(&self, at: &Path, recorded: Process) -> Result<Option<(Process, Server)>, Status> {
         let locked = self.publications.lock(at)?;
         let Some(publication) = locked.read()? else { return Ok(None) };
-        if publication.driver != self.driver || publication.server != Some(died) {
+        if publication.driver != self.driver || publication.server != Some(recorded) {
             return Ok(None);
         }
-        // Without space for the record, each attempt would leave one more server.
-        locked.write(&publication)?;
         let server = self.launch(&locked, &publication).await?;
         let Server::Own(child, _) = &server else { return Ok(None) };
         let Some(process) = child.id().and_then(Process::of) else {
             return Err(refused(Code::Unavailable, "the server ended as soon as it had mounted".into()));
         };
-        locked.write(&Publication { server: Some(process), ..publication })?;
-        Ok(Some((process, server)))
+        match locked.write(&Publication { server: Some(process), ..publication }) {
+            Ok(()) => Ok(Some((process, server))),
+            Err(refused) => {
+                // The server serves. Another attempt would leave one more, as long as the disk is full.
+                tracing::error!(path = %at.display(), error = refused.message(), "cannot record the server of a mount");
+                // The record may be written, and its name not durable.
+                let found = locked.read().ok().flatten().and_then(|found| found.server);
+                Ok(Some((found.unwrap_or(recorded), server)))
+            }
+        }
     }
 
     /// Gives up a restart that is under way for a target, which would keep it locked while its metadata server does not
@@ -543,8 +549,10 @@ impl Servers {
                     // It serves nothing.
                     Server::Adopted(process).end().await;
                 }
-                // As in a restart.
-                locked.write(publication)?;
+                if !self.hands_over() {
+                    // Without space for the record, each attempt would leave one more server.
+                    locked.write(publication)?;
+                }
                 self.start(locked, publication).await
             }
         }
