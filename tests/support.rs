@@ -111,6 +111,17 @@ impl Home {
         (service, printed)
     }
 
+    /// Counts the processes with this home. The first thread of one may have ended while others have files open.
+    pub fn processes(&self) -> usize {
+        let named = format!("MILLRACE_HOME={}", self.path().display());
+        let folders = |at: PathBuf| std::fs::read_dir(at).into_iter().flatten().flatten().map(|of| of.path());
+        let has_home = |thread: PathBuf| {
+            let environment = std::fs::read(thread.join("environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|entry| entry == named.as_bytes())
+        };
+        folders("/proc".into()).filter(|process| folders(process.join("task")).any(has_home)).count()
+    }
+
     /// Starts the program in the background.
     pub fn start<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Service {
         Service::spawn(self.command().args(args))

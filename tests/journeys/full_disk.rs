@@ -31,18 +31,10 @@ fn detached_mount_on_a_full_disk_serves_or_reports_the_reason() {
     }
     let at = home.dir.path().join("mnt");
     let detach = |volume: &'static str| ["--log", "debug", "mount", "--detach", volume, at.to_str().unwrap()];
-    // Ends a mount and waits for its process. Without a parent that reaps orphans, the process may stay in
-    // the process table as a zombie.
-    let end = |mount: &serde_json::Value| {
+    // Ends a mount and waits for all its processes, which free and take space while they end.
+    let end = || {
         home.ok(["umount", at.to_str().unwrap()]);
-        let stat = format!("/proc/{}/stat", mount["pid"]);
-        let state = || std::fs::read_to_string(&stat).unwrap_or_default();
-        // The first thread may be a zombie while the others still have files open.
-        let tasks = format!("/proc/{}/task", mount["pid"]);
-        let threads = || std::fs::read_dir(&tasks).map_or(0, Iterator::count);
-        until("the process has ended", || {
-            state().rsplit_once(") ").is_none_or(|(_, of)| of.starts_with('Z')) && threads() <= 1
-        });
+        until("the processes have ended", || home.processes() == 0);
     };
     for supervise in [None, Some("--supervise")] {
         fill(&root);
@@ -50,10 +42,10 @@ fn detached_mount_on_a_full_disk_serves_or_reports_the_reason() {
         let (code, line) = home.fails(detach("missing").into_iter().chain(supervise));
         assert_eq!(code, 3, "{line}");
         assert!(line.contains("missing"), "{line}");
-        let mount = home.json(detach("v").into_iter().chain(supervise));
+        home.json(detach("v").into_iter().chain(supervise));
         assert_eq!(std::fs::read(at.join("kept")).unwrap(), b"kept");
         std::fs::remove_file(at.join(supervise.unwrap_or("removed"))).unwrap();
-        end(&mount);
+        end();
     }
     // Without the reserve file, a process that opens the volumes has no space.
     std::fs::remove_file(root.join("datafs/meta.sqlite-reserve")).unwrap();
@@ -65,7 +57,7 @@ fn detached_mount_on_a_full_disk_serves_or_reports_the_reason() {
         assert!(!millrace_datafs::mount::is_mounted(&at).unwrap());
     }
     std::fs::remove_file(root.join("ballast")).unwrap();
-    let mount = home.json(detach("v"));
+    home.json(detach("v"));
     assert_eq!(std::fs::read(at.join("kept")).unwrap(), b"kept");
-    end(&mount);
+    end();
 }

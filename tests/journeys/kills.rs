@@ -46,7 +46,7 @@ fn pipeline_killed_at_ten_moments_completes_without_loss() {
             }
             run.wait();
             // Workers exit when their coordinator is gone.
-            until("the workers are gone", || processes_of(&home) == 0);
+            until("the workers are gone", || home.processes() == 0);
         }
         let report = home.json(["quickstart", "--free-ports"]);
         for field in FIELDS {
@@ -54,18 +54,4 @@ fn pipeline_killed_at_ten_moments_completes_without_loss() {
         }
     }
     assert!(killed >= MOMENTS.len(), "only {killed} runs were alive at their moment");
-}
-
-/// Counts processes whose environment names this home.
-fn processes_of(home: &Home) -> usize {
-    let marker = format!("MILLRACE_HOME={}", home.path().display());
-    std::fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter(|entry| entry.file_name().to_string_lossy().bytes().all(|b| b.is_ascii_digit()))
-        .filter(|entry| {
-            std::fs::read(entry.path().join("environ"))
-                .is_ok_and(|text| text.split(|b| *b == 0).any(|variable| variable == marker.as_bytes()))
-        })
-        .count()
 }

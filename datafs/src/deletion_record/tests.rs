@@ -79,7 +79,7 @@ fn late_records_go_with_time() {
     keep();
     keep();
     assert_eq!(rows(&datafs, b'u'), 2);
-    let old = |count| keys::deletion(LATE, (5 << COUNT_BITS) + count);
+    let old = |count: u64| keys::deletion(LATE, (5_u64 << COUNT_BITS) + count);
     meta.transact(Durability::Durable, |txn| (0..3).try_for_each(|i| txn.put(&old(i), &[7; 16]))).unwrap();
     keep();
     assert_eq!(rows(&datafs, b'u'), 3);
