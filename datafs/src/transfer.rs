@@ -16,6 +16,7 @@ mod xattr;
 
 use std::ffi::OsString;
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
@@ -105,6 +106,8 @@ impl Datafs {
         if !(1..=256).contains(&options.parallel) {
             return Err(Error::Invalid("a copy works on 1 to 256 files at a time".into()));
         }
+        from.check()?;
+        to.check()?;
         let runtime = self.shared.pool.runtime();
         let source: Box<dyn tree::Source> = match from {
             Endpoint::Local(path) => Box::new(local::LocalTree::new(path)),
@@ -145,12 +148,29 @@ impl Endpoint {
         }
     }
 
-    /// Whether it is below the folder of another one, as far as their paths tell: a volume and its mount are not compared.
+    /// Refuses `..` in a volume: with links, only a walk could tell where it leads.
+    fn check(&self) -> Result<()> {
+        match self {
+            Endpoint::Volume(_, path) if path.components().any(|part| part == Component::ParentDir) => {
+                let name = path.to_string_lossy().into_owned();
+                Err(Error::InvalidName { name, reason: "paths have no '..'" })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether it is below the folder of another one. A volume and its mount are not compared.
     fn is_inside(&self, other: &Endpoint) -> bool {
         match (self, other) {
             (Endpoint::Local(own), Endpoint::Local(other)) => {
+                // A folder has several paths where it is mounted again.
+                let identity = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+                let source = identity(other);
                 let (own, other) = (without_links(own), without_links(other));
-                own != other && own.starts_with(other)
+                let mut above = own.ancestors().skip(1);
+                own != other
+                    && (own.starts_with(other)
+                        || above.any(|path| source.is_some() && identity(path) == source))
             }
             (Endpoint::Volume(view, own), Endpoint::Volume(other_view, other)) => {
                 let (own, other) = (without_dots(own), without_dots(other));
@@ -180,10 +200,10 @@ fn without_links(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     for existing in path.ancestors() {
         if let (Ok(real), Ok(rest)) = (fs::canonicalize(existing), path.strip_prefix(existing)) {
-            return without_dots(&real.join(rest));
+            return Path::new("/").join(without_dots(&real.join(rest)));
         }
     }
-    without_dots(&path)
+    Path::new("/").join(without_dots(&path))
 }
 
 /// A path with `.` and `..` resolved by their names alone, and without a root.

@@ -2,7 +2,8 @@
 //! bounds. A reader that has an evicted object open reads on.
 //!
 //! Caches that share a bound lie side by side in one folder. Each of their evictors lists all of them and removes the
-//! least recently used objects of all. A link in that folder or in a cache is not followed.
+//! least recently used objects of all. A link in that folder or in a cache is not followed. Only files with names of objects
+//! in the folders of these names are removed: a cache may be in a folder with other files.
 //!
 //! A lock lets one process evict at a time. It only saves work: two evictors at once remove the same objects. So the other
 //! processes ignore it once one has held it for [`HELD_MAX`], because that one was stopped or its disk hangs.
@@ -22,6 +23,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::space::StoreSpace;
 use crate::config::Config;
 use crate::metrics;
+use crate::object::ObjectId;
 
 /// Ending of a map's name.
 pub(super) const MAP_SUFFIX: &str = ".map";
@@ -194,7 +196,7 @@ impl Evictor {
             tracing::warn!(
                 path = %path.display(), pid = held.by.split(' ').next(), held_s = held_for.as_secs(),
                 "another process holds the lock of the cache and makes no progress: the cache is made smaller without it; \
-                 continue or end that process"
+                 continue or end that process (the one of this pid, or one of an earlier version, which notes none)"
             );
         }
         true
@@ -221,18 +223,23 @@ impl Evictor {
         let mut kept: HashMap<PathBuf, Kept> = HashMap::new();
         let now = SystemTime::now();
         for folder in self.roots().iter().flat_map(|root| directories(root)) {
-            for file in fs::read_dir(folder).into_iter().flatten().flatten() {
+            for file in fs::read_dir(&folder).into_iter().flatten().flatten() {
                 let (path, Ok(data)) = (file.path(), file.metadata()) else { continue };
                 let Some(name) = path.file_name().and_then(OsStr::to_str) else { continue };
                 let used = data.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                if name.contains('#') {
+                let (whole, is_unfinished) = match name.split_once('#') {
+                    Some((whole, _)) => (whole, true),
+                    None => (name, false),
+                };
+                // The directory may have files of other programs.
+                let Some(image) = image_of(&folder, whole) else { continue };
+                if is_unfinished {
                     if now.duration_since(used).is_ok_and(|age| age > UNFINISHED_AGE) {
                         // If this fails, the next scan tries again.
                         let _ = fs::remove_file(&path);
                     }
                     continue;
                 }
-                let image = path.with_file_name(name.strip_suffix(MAP_SUFFIX).unwrap_or(name));
                 let object = kept.entry(image.clone());
                 let object = object.or_insert(Kept { used: SystemTime::UNIX_EPOCH, bytes: 0, image });
                 object.bytes += disk_bytes(&data);
@@ -241,6 +248,13 @@ impl Evictor {
         }
         kept.into_values().collect()
     }
+}
+
+/// The image that a file of a cache belongs to, by the file's name in its folder; `None` if it is no file of a cache.
+fn image_of(folder: &Path, name: &str) -> Option<PathBuf> {
+    let object: ObjectId = name.strip_suffix(MAP_SUFFIX).unwrap_or(name).parse().ok()?;
+    let image = folder.parent()?.join(object.data_name());
+    (image.parent() == Some(folder)).then_some(image)
 }
 
 /// Notes this process in the lock file that it has locked.
@@ -265,14 +279,51 @@ fn disk_bytes(data: &Metadata) -> u64 {
 mod tests {
     use super::*;
 
+    fn object(number: u8) -> ObjectId {
+        format!("{number:032x}").parse().unwrap()
+    }
+
+    #[test]
+    fn files_of_other_programs_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join(object(1).data_name());
+        let folder = image.parent().unwrap().to_owned();
+        let beside = |name: &str| folder.join(name);
+        let photos = dir.path().join("photos");
+        let strangers = [
+            photos.join("wedding.jpg"),
+            photos.join(format!("{}", object(1))),
+            photos.join("notes#1.txt"),
+            beside("wedding.jpg"),
+            beside("notes#1.txt"),
+            beside("wedding.map"),
+        ];
+        let left_over = beside(&format!("{}.map#7.0", object(1)));
+        fs::create_dir_all(&folder).unwrap();
+        fs::create_dir(&photos).unwrap();
+        let long_ago = SystemTime::now() - UNFINISHED_AGE * 2;
+        for path in strangers.iter().chain([&image, &left_over]) {
+            fs::write(path, [1_u8; 65_536]).unwrap();
+            File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
+        }
+        let bounds = Bounds { bytes_max: 4_096, free_bytes_min: 0, is_shared: false };
+        Evictor::new(dir.path(), bounds).run(0);
+        assert!(!image.exists() && !left_over.exists());
+        assert!(strangers.iter().all(|path| path.exists()));
+    }
+
     #[test]
     fn a_lock_that_a_stopped_process_holds_does_not_stop_eviction() {
         let dir = tempfile::tempdir().unwrap();
-        let (folder, lock) = (dir.path().join("aa"), dir.path().join("evict.lock"));
-        fs::create_dir(&folder).unwrap();
-        let fill =
-            || ["one", "two"].iter().for_each(|name| fs::write(folder.join(name), [1_u8; 65_536]).unwrap());
-        let left = || fs::read_dir(&folder).unwrap().count();
+        let lock = dir.path().join("evict.lock");
+        let images = [1, 2].map(|number| dir.path().join(object(number).data_name()));
+        let fill = || {
+            for image in &images {
+                fs::create_dir_all(image.parent().unwrap()).unwrap();
+                fs::write(image, [1_u8; 65_536]).unwrap();
+            }
+        };
+        let left = || images.iter().filter(|image| image.exists()).count();
         let bounds = Bounds { bytes_max: 4_096, free_bytes_min: 0, is_shared: false };
         let mut evictor = Evictor { held_max: Duration::ZERO, ..Evictor::new(dir.path(), bounds) };
         fill();

@@ -444,6 +444,33 @@ fn a_folder_is_not_copied_into_itself() {
     // A file may go below its own folder.
     home.copy(&home.local("raw/file"), &home.local("raw/deep"));
     assert_eq!(fs::read(home.path("raw/deep/file")).unwrap(), b"content");
+    // Names with `..` would lead elsewhere than they read.
+    for (from, to) in [
+        (home.local("raw/file"), home.volume("/raw/deep/../file")),
+        (home.local("raw"), home.volume("/raw/new/..")),
+        (home.volume("/raw/deep/../file"), home.local("other")),
+        (home.volume("/raw"), home.volume("/raw/deep/../../raw/new")),
+    ] {
+        let refused = home.datafs.copy(&from, &to, &RECURSIVE, &|_| true).unwrap_err();
+        assert!(refused.to_string().contains("'..'"), "{refused}");
+    }
+}
+
+#[test]
+fn a_folder_is_not_copied_into_itself_through_another_mount_of_it() {
+    if !nix::unistd::geteuid().is_root() {
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount a folder again");
+    }
+    let home = Home::new();
+    let [raw, again] = ["raw", "again"].map(|name| home.path(name));
+    fs::create_dir(&raw).unwrap();
+    fs::create_dir(&again).unwrap();
+    let none = None::<&str>;
+    nix::mount::mount(Some(&raw), &again, none, nix::mount::MsFlags::MS_BIND, none).unwrap();
+    let refused = home.datafs.copy(&home.local("raw"), &home.local("again/deep/new"), &RECURSIVE, &|_| true);
+    nix::mount::umount2(&again, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    assert!(refused.unwrap_err().to_string().contains("into itself"));
+    assert_eq!(fs::read_dir(raw).unwrap().count(), 0);
 }
 
 #[test]

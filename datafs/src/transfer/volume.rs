@@ -23,7 +23,7 @@ pub(super) struct VolumeTree {
 
 impl VolumeTree {
     pub(super) fn new(view: &View, root: &Path) -> VolumeTree {
-        let names = root.components().filter(|c| matches!(c, Component::Normal(_) | Component::ParentDir));
+        let names = root.components().filter(|part| matches!(part, Component::Normal(_)));
         VolumeTree { view: view.clone(), root: names.collect(), folders: Mutex::default() }
     }
 
