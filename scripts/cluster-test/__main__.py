@@ -7,6 +7,7 @@ files of this machine. Without PostgreSQL's programs, root or the other needs of
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import signal
@@ -70,7 +71,9 @@ def main():
             STEPS[name](lambda text, name=name: print(f"{time.monotonic() - began:5.0f} s  {name}: {text}", flush=True), given)
             print(f"{time.monotonic() - began:5.0f} s  {name}: PASSED", flush=True)
     except LabError as error:
-        explain()
+        # Without a lab there is nothing to show.
+        with contextlib.suppress(LabError):
+            explain()
         sys.exit(f"cluster-test: {error}")
     finally:
         if not given.keep:
