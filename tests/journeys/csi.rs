@@ -1,5 +1,6 @@
 //! The metrics of the CSI driver: those of all its mounts at one address, which it takes over from its predecessor.
 
+use std::collections::HashMap;
 use std::net::TcpListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -21,6 +22,8 @@ struct Publish {
     target_path: String,
     #[prost(message, optional, tag = "5")]
     volume_capability: Option<Capability>,
+    #[prost(map = "string, string", tag = "7")]
+    secrets: HashMap<String, String>,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -112,6 +115,8 @@ async fn metrics_of_all_mounts_stand_together_and_a_stopped_server_delays_none()
                 mount: Some(Empty {}),
                 access_mode: Some(AccessMode { mode: SINGLE_NODE_WRITER }),
             }),
+            // The server takes the key from a file, which goes with the record.
+            secrets: HashMap::from([(format!("encryption_keys.{volume}"), "0a".repeat(32))]),
         };
         call(&channel, "/csi.v1.Node/NodePublishVolume", message).await;
         std::fs::write(target.join("file"), volume).unwrap();

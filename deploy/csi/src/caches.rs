@@ -43,9 +43,17 @@ const GONE: &str = "#gone-";
 #[derive(Debug, Clone)]
 pub(crate) struct Caches {
     folder: PathBuf,
-    /// The homes of tenants, and where earlier programs kept a cache below each.
-    earlier: Option<(PathBuf, PathBuf)>,
+    earlier: Option<Earlier>,
     lock: PathBuf,
+}
+
+/// Where earlier programs kept caches of tenants.
+#[derive(Debug, Clone)]
+enum Earlier {
+    /// In the homes of tenants, at a path below each.
+    Homes { homes: PathBuf, below: PathBuf },
+    /// In a folder of the driver's own cache, if `cache_dir` ended with a slash.
+    Folder(PathBuf),
 }
 
 impl Caches {
@@ -64,11 +72,15 @@ impl Caches {
             // Without a slash at its end, which would make it a folder below.
             let mut folder = config.cache_dir.components().collect::<PathBuf>().into_os_string();
             folder.push("-tenants");
-            return Caches { folder: folder.into(), earlier: None, lock };
+            let folder = PathBuf::from(folder);
+            let below = config.cache_dir.join("-tenants");
+            let earlier = (below != folder).then_some(Earlier::Folder(below));
+            return Caches { folder, earlier, lock };
         }
         let parts = || config.cache_dir.components();
         let is_below = parts().next().is_some() && parts().all(|part| matches!(part, Component::Normal(_)));
-        let earlier = is_below.then(|| (tenants.clone(), config.cache_dir.clone()));
+        let (homes, below) = (tenants.clone(), config.cache_dir.clone());
+        let earlier = is_below.then_some(Earlier::Homes { homes, below });
         Caches { folder: beside("-caches"), earlier, lock }
     }
 
@@ -126,7 +138,11 @@ impl Caches {
     pub(crate) fn sweep(&self, publications: &Publications, idle: Duration) -> io::Result<usize> {
         let renamed = self.rename_unused(publications, idle);
         let mut failed = Ok(());
-        for (name, path) in folders(&self.folder)? {
+        let mut found = folders(&self.folder)?;
+        if let Some(Earlier::Folder(earlier)) = &self.earlier {
+            found.extend(folders(earlier)?);
+        }
+        for (name, path) in found {
             if name.as_encoded_bytes().starts_with(GONE.as_bytes()) {
                 // Links in it are removed, and not followed.
                 match refuse_mounts(&path).and_then(|()| fs::remove_dir_all(&path)) {
@@ -149,11 +165,11 @@ impl Caches {
         let _lock = self.lock_within(File::try_lock)?;
         let published =
             publications.try_all().map_err(|refused| io::Error::other(refused.message().to_owned()))?;
-        // Servers of earlier programs have their caches in the homes.
+        // Servers of earlier programs have their caches elsewhere.
         let (mut used, mut used_earlier) = (HashSet::new(), HashSet::new());
         for (found, config) in published {
             let Some(identity) = found.home.file_name().map(OsStr::to_owned) else { continue };
-            if !config.is_some_and(|text| text.lines().any(|line| line.trim() == SHARED)) {
+            if config.is_none_or(|text| self.is_earlier(&text)) {
                 used_earlier.insert(identity.clone());
             }
             used.insert(identity);
@@ -175,6 +191,16 @@ impl Caches {
         failed.map(|()| renamed)
     }
 
+    /// Whether a server with this configuration has its cache where earlier programs kept it.
+    fn is_earlier(&self, config: &str) -> bool {
+        let Some(Earlier::Folder(folder)) = &self.earlier else {
+            return !config.lines().any(|line| line.trim() == SHARED);
+        };
+        let Ok(file) = toml::from_str::<toml::Table>(config) else { return true };
+        let dir = file.get("datafs").and_then(|datafs| datafs.get("cache_dir")).and_then(toml::Value::as_str);
+        dir.is_some_and(|dir| Path::new(dir).starts_with(folder))
+    }
+
     /// Renames a cache that was not used for `idle`.
     fn rename_idle(&self, identity: &OsStr, path: &Path, idle: Duration) -> io::Result<bool> {
         let used = fs::symlink_metadata(path)?.modified()?;
@@ -188,25 +214,34 @@ impl Caches {
         let mut gone = OsString::from(GONE);
         gone.push(identity);
         gone.push(format!(".{:016x}", millrace_leaf::random::id()?));
-        private::create_dir_all(&self.folder)?;
-        fs::rename(path, self.folder.join(gone))?;
+        // Another file system may begin at the driver's own cache.
+        let folder = match &self.earlier {
+            Some(Earlier::Folder(folder)) if path.starts_with(folder) => folder,
+            _ => &self.folder,
+        };
+        private::create_dir_all(folder)?;
+        fs::rename(path, folder.join(gone))?;
         Ok(true)
     }
 
     /// All caches, by identity of their tenant.
     fn all(&self) -> io::Result<Vec<(OsString, PathBuf)>> {
         let mut all = folders(&self.folder)?;
-        if let Some((homes, below)) = &self.earlier {
-            for (identity, home) in folders(homes)? {
-                let mut path = home;
-                let is_reached = below.components().all(|part| {
-                    path.push(part);
-                    fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir())
-                });
-                if is_reached {
-                    all.push((identity, path));
+        match &self.earlier {
+            Some(Earlier::Homes { homes, below }) => {
+                for (identity, home) in folders(homes)? {
+                    let mut path = home;
+                    let is_reached = below.components().all(|part| {
+                        path.push(part);
+                        fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir())
+                    });
+                    if is_reached {
+                        all.push((identity, path));
+                    }
                 }
             }
+            Some(Earlier::Folder(folder)) => all.append(&mut folders(folder)?),
+            None => {}
         }
         all.retain(|(identity, _)| Config::is_shared_cache_name(identity));
         Ok(all)

@@ -19,6 +19,7 @@ use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
 use crate::caches::Caches;
+use crate::keys::Keys;
 use crate::refusal::{invalid, refused};
 use crate::server_config;
 
@@ -56,8 +57,10 @@ pub type OpenVolumes =
 pub(crate) struct Place {
     /// Its folder.
     pub(crate) root: PathBuf,
-    /// Its configuration, with the values of secrets.
+    /// Its configuration, with the values of secrets but for encryption keys.
     pub(crate) config: Config,
+    /// The encryption keys of the call's secret.
+    pub(crate) keys: Keys,
 }
 
 /// All homes that the driver knows.
@@ -77,25 +80,33 @@ impl fmt::Debug for Homes {
 }
 
 impl Place {
-    /// The configuration file of a process that uses this home. It holds secrets.
-    pub(crate) fn config_text(&self) -> Result<String, Status> {
-        server_config::text(&self.config).map_err(|_| {
-            // The error may repeat a value.
-            refused(Code::Internal, "cannot write the configuration of the volumes' home as TOML".into())
-        })
+    /// The configuration file of a process that uses this home and takes the encryption keys of the call's secret from the
+    /// files of the folder `keys`. It holds other secrets.
+    pub(crate) fn config_text(&self, keys: &Path) -> Result<String, Status> {
+        text_of(&self.keys.in_files(&self.config, keys))
     }
 
     /// A number that changes with every setting and every secret.
     pub(crate) fn digest(&self) -> Result<String, Status> {
-        Ok(hex::encode(Sha256::digest(format!("{}\n{}", self.root.display(), self.config_text()?))))
+        let keys = self.keys.reveal();
+        let keys = if keys.is_empty() { String::new() } else { format!("\n{keys:?}") };
+        let text = format!("{}\n{}{keys}", self.root.display(), text_of(&self.config)?);
+        Ok(hex::encode(Sha256::digest(text)))
     }
+}
+
+fn text_of(config: &Config) -> Result<String, Status> {
+    server_config::text(config).map_err(|_| {
+        // The error may repeat a value.
+        refused(Code::Internal, "cannot write the configuration of the volumes' home as TOML".into())
+    })
 }
 
 impl Homes {
     /// The driver's own home at `root`, and the homes of tenants below `tenants`.
     pub(crate) fn new(root: PathBuf, config: Config, tenants: PathBuf, open: Box<OpenVolumes>) -> Homes {
         let caches = Caches::new(&config, &tenants);
-        let own = Place { root, config };
+        let own = Place { root, config, keys: Keys::default() };
         Homes { own, tenants, caches, open, opened: Mutex::default() }
     }
 
@@ -120,7 +131,7 @@ impl Homes {
             return Err(invalid(&field(key), format!("is longer than {VALUE_BYTES_MAX} bytes")));
         }
         let of_tenant = secrets.contains_key("meta_url") || secrets.contains_key("store_url");
-        let mut config = self.own.config.clone();
+        let (mut config, mut keys) = (self.own.config.clone(), Keys::default());
         if of_tenant {
             config.store_options.clear();
             config.encryption_keys.clear();
@@ -163,9 +174,7 @@ impl Homes {
                         "is a key of the driver's own configuration: choose another name".into(),
                     ));
                 }
-                Some(("encryption_keys", name)) if !name.is_empty() => {
-                    config.encryption_keys.insert(name.to_owned(), Secret::Text(value.to_owned()));
-                }
+                Some(("encryption_keys", name)) if !name.is_empty() => keys.insert(name, value),
                 _ => {
                     return Err(wrong(format!(
                         "is not a key of a home: use meta_url, meta_schema, store_url, encryption_keys.NAME or \
@@ -176,7 +185,7 @@ impl Homes {
             }
         }
         if !of_tenant {
-            return Ok(Place { root: self.own.root.clone(), config });
+            return Ok(Place { root: self.own.root.clone(), config, keys });
         }
         let identity = identity(&config);
         // Files of the driver's own home, by absolute paths, are no tenant's.
@@ -184,7 +193,7 @@ impl Homes {
         (config.meta_file, config.store_dir) = (unset.meta_file, unset.store_dir);
         // The caches of all tenants together have the bound of the driver's own.
         (config.cache_dir, config.cache_shared_bound) = (self.caches.of(&identity), true);
-        Ok(Place { root: self.tenants.join(identity), config })
+        Ok(Place { root: self.tenants.join(identity), config, keys })
     }
 
     /// The volumes of a home. Blocks until metadata and store answer.
@@ -204,7 +213,9 @@ impl Homes {
             )
         };
         private::create_dir_all(&place.root).map_err(|error| failed(&error))?;
-        let datafs = (self.open)(&place.root, &place.config)
+        // Keys are read while the volumes are being opened, and not later.
+        let (config, _files) = place.keys.in_memory(&place.config).map_err(|error| failed(&error))?;
+        let datafs = (self.open)(&place.root, &config)
             .map_err(|error| failed(&millrace_leaf::error_chain::one_line(error.as_ref())))?;
         let mut opened = self.opened.lock();
         let mut closed = None;

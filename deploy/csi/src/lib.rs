@@ -16,7 +16,7 @@
 //!  - each call may be repeated, and a crash at any line is mended by the repetition;
 //!  - only what the driver has made is ever deleted by it: its records name all of that;
 //!  - calls for one volume, snapshot or target exclude each other, on a node also those of two drivers;
-//!  - secrets reach a mount's server in a private file. They are in no command line, log, error or `Debug` text;
+//!  - secrets reach a mount's server in private files. They are in no command line, log, error or `Debug` text;
 //!  - a secret is content of a tenant: it names no file of the node, and gets no credentials of the driver;
 //!  - nothing is written to a target's folder while no volume is mounted there;
 //!  - the caches of all tenants of a node together have one bound, and unused ones are removed.
@@ -48,6 +48,7 @@ mod error;
 mod exposition;
 mod homes;
 mod identity;
+mod keys;
 mod limits;
 mod metrics;
 mod node;

@@ -145,24 +145,46 @@ impl NodeService {
         if found.home != wanted.place.root {
             return differs("home in its secrets");
         }
-        let (text, digest) = (wanted.place.config_text()?, wanted.place.digest()?);
+        let keys = &wanted.place.keys;
+        let (text, digest) = (wanted.place.config_text(&locked.keys())?, wanted.place.digest()?);
+        let recorded = found.server;
+        let found = self.servers.current(found);
         // After a rollback, an earlier program may have removed keys from the file.
-        if found.config_digest == digest && locked.has_config(&text) {
-            if self.servers.is_serving(&found.target).await? {
-                return Ok(());
+        if found.config_digest == digest && locked.has_config(&text, keys) {
+            if !self.servers.is_serving(&found.target).await? {
+                return self.servers.resume(locked, &found).await;
             }
-            return self.servers.resume(locked, &found).await;
+            if found.server != recorded
+                && let Err(refused) = locked.write(&found)
+            {
+                // The driver tries again later.
+                tracing::warn!(
+                    path = %found.target.display(), error = refused.message(),
+                    "cannot record the restarted server of a mount yet"
+                );
+            }
+            return Ok(());
         }
-        locked.write_config(&text)?;
-        let changed = Publication { config_digest: digest, ..found };
         if self.servers.hands_over() {
-            tracing::info!(path = %changed.target.display(), "secrets changed: the server of a mount is replaced");
-            // The record keeps the old digest until the new server serves, so that a failure is repeated.
+            tracing::info!(path = %found.target.display(), "secrets changed: the server of a mount is replaced");
+            if found.config_digest == digest {
+                // Only the file differs, which is about to be written.
+                locked.write(&Publication { config_digest: String::new(), ..found.clone() })?;
+            }
+            locked.write_config(&text, keys)?;
+            // The record has another digest until the new server serves, so that a failure is repeated.
+            let changed = Publication { config_digest: digest, ..found };
             return self.servers.start(locked, &changed).await;
+        }
+        locked.write_config(&text, keys)?;
+        let changed = Publication { config_digest: digest, ..found };
+        locked.write(&changed)?;
+        if !self.servers.is_serving(&changed.target).await? {
+            return self.servers.resume(locked, &changed).await;
         }
         // A restart would end the mount that pods have open.
         tracing::info!(path = %changed.target.display(), "secrets changed: used from the next start of the mount's server on");
-        locked.write(&changed)
+        Ok(())
     }
 
     async fn publish(&self, wanted: Wanted) -> Result<(), Status> {
@@ -208,7 +230,7 @@ impl NodeService {
             false => Some(hold(self.homes.caches()).await?),
         };
         make_home(place)?;
-        locked.write_config(&place.config_text()?)?;
+        locked.write_config(&place.config_text(&locked.keys())?, &place.keys)?;
         locked.write(publication)?;
         drop(held);
         Ok(())

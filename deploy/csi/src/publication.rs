@@ -2,8 +2,9 @@
 //! excludes other processes.
 //!
 //! `ID.json` says what is published where, `ID.toml` is the configuration of the mount's server and holds secrets,
-//! `ID.lock` is locked during a call, and at `ID.metrics` the server writes its metrics. ID is a digest of the target. During an upgrade two drivers of one node share
-//! the folder: the one that wrote the record last is responsible for the server.
+//! the folder `ID.keys` holds encryption keys that came with a secret, `ID.lock` is locked during a call, and at
+//! `ID.metrics` the server writes its metrics. ID is a digest of the target. During an upgrade two drivers of one node
+//! share the folder: the one that wrote the record last is responsible for the server.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
@@ -12,11 +13,13 @@ use std::path::{Path, PathBuf};
 
 use millrace_datafs::VolumeSpec;
 use millrace_leaf::{atomic_file, private};
+use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
 use crate::check::MountFlags;
+use crate::keys::{self, Keys};
 use crate::refusal::{busy, refused};
 use crate::server_config;
 
@@ -65,6 +68,28 @@ impl Process {
     pub(crate) fn is_alive(self) -> bool {
         Process::of(self.pid) == Some(self)
     }
+
+    /// The server that a driver of this user started with a configuration file, if one runs. Its record may be missing: a
+    /// driver writes it after the start. Reads the command lines of all processes.
+    pub(crate) fn serving(config: &Path) -> Option<Process> {
+        let entries = fs::read_dir("/proc").ok()?.flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        pids.filter(|pid| is_server(*pid, config)).find_map(Process::of)
+    }
+}
+
+/// Whether a process of this user is the server with a configuration file. The daemon that it supervises is not.
+fn is_server(pid: u32, config: &Path) -> bool {
+    let folder = format!("/proc/{pid}");
+    // Processes of other users may have any command line.
+    if !fs::metadata(&folder).is_ok_and(|found| found.uid() == geteuid().as_raw()) {
+        return false;
+    }
+    let Ok(line) = fs::read(format!("{folder}/cmdline")) else { return false };
+    let arguments: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+    let config = config.as_os_str().as_encoded_bytes();
+    let has_config = arguments.windows(2).any(|pair| pair == [b"--config".as_slice(), config]);
+    has_config && arguments.iter().any(|argument| matches!(*argument, b"--supervise" | b"--holder"))
 }
 
 /// The folder with the state of all targets.
@@ -97,6 +122,8 @@ impl Publications {
     /// # Errors
     /// Those of creating it.
     pub(crate) fn open(folder: PathBuf) -> io::Result<Publications> {
+        // A configuration's relative paths begin at its own folder.
+        let folder = std::path::absolute(folder)?;
         private::create_dir_all(&folder)?;
         Ok(Publications { folder })
     }
@@ -207,6 +234,11 @@ impl Locked {
         self.path("toml")
     }
 
+    /// The folder with the server's encryption keys that came with a secret.
+    pub(crate) fn keys(&self) -> PathBuf {
+        self.path("keys")
+    }
+
     /// The socket at which the server exports its metrics.
     pub(crate) fn metrics_socket(&self) -> PathBuf {
         self.path("metrics")
@@ -217,9 +249,9 @@ impl Locked {
         read(&self.path("json"))
     }
 
-    /// Whether this is the configuration of the server.
-    pub(crate) fn has_config(&self, text: &str) -> bool {
-        fs::read(self.config()).is_ok_and(|found| found == text.as_bytes())
+    /// Whether this is the configuration of the server, and these are its encryption keys from a secret.
+    pub(crate) fn has_config(&self, text: &str, keys: &Keys) -> bool {
+        fs::read(self.config()).is_ok_and(|found| found == text.as_bytes()) && keys.are_in(&self.keys())
     }
 
     /// Removes what this program does not know and may leave out from a configuration that a later one wrote.
@@ -231,11 +263,18 @@ impl Locked {
             path = %self.config().display(), keys = %unknown.join(" "),
             "a later program wrote the configuration of a mount's server: its optional keys are left out"
         );
-        self.write_config(&text)
+        self.write_text(&text)
     }
 
-    /// Writes the configuration of the server.
-    pub(crate) fn write_config(&self, text: &str) -> Result<(), Status> {
+    /// Writes the configuration of the server, with its encryption keys from a secret. Earlier keys are removed.
+    pub(crate) fn write_config(&self, text: &str, keys: &Keys) -> Result<(), Status> {
+        let folder = self.keys();
+        keys.write(&folder).map_err(|error| failed("write encryption keys to", &folder, error))?;
+        self.write_text(text)?;
+        keys.remove_others(&folder).map_err(|error| failed("remove old encryption keys from", &folder, error))
+    }
+
+    fn write_text(&self, text: &str) -> Result<(), Status> {
         let path = self.config();
         atomic_file::replace(&path, &self.path("toml-new"), text.as_bytes())
             .map_err(|error| failed("write", &path, error))
@@ -253,6 +292,8 @@ impl Locked {
     /// Forgets the target, the lock included.
     pub(crate) fn remove(self) -> Result<(), Status> {
         // The record last: until it is gone, the rest is found again.
+        let keys = self.keys();
+        keys::remove_all(&keys).map_err(|error| failed("remove", &keys, error))?;
         for ending in ["metrics-new", "metrics", "toml-new", "json-new", "toml", "json", "lock"] {
             let path = self.path(ending);
             match fs::remove_file(&path) {
@@ -291,7 +332,10 @@ mod tests {
         let target = Path::new("/a/mount");
         let locked = all.lock(target).unwrap();
         assert_eq!(locked.read().unwrap(), None);
-        locked.write_config("secret").unwrap();
+        let mut keys = Keys::default();
+        keys.insert("mine", "k");
+        locked.write_config("secret", &keys).unwrap();
+        assert!(locked.has_config("secret", &keys) && locked.keys().exists());
         locked.write(&publication(target)).unwrap();
         assert_eq!(all.lock(target).unwrap_err().code(), Code::Aborted);
         assert!(all.lock(Path::new("/b/mount")).is_ok());
@@ -301,8 +345,9 @@ mod tests {
         assert_eq!(all.all(), [publication(target)]);
         let mode = fs::metadata(locked.config()).unwrap().mode();
         assert_eq!(mode & 0o077, 0);
+        let keys = locked.keys();
         locked.remove().unwrap();
-        assert!(all.all().is_empty());
+        assert!(all.all().is_empty() && !keys.exists());
         assert!(all.lock(target).unwrap().read().unwrap().is_none());
     }
 
@@ -311,12 +356,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let locked = Publications::open(dir.path().to_owned()).unwrap().lock(Path::new("/a")).unwrap();
         locked.fit_config().unwrap();
-        assert!(!locked.has_config(""));
+        let none = Keys::default();
+        assert!(!locked.has_config("", &none));
         let later = "# optional: of_tomorrow\n[datafs]\nmeta_schema = \"s\"\nof_tomorrow = 1\n";
-        locked.write_config(later).unwrap();
-        assert!(locked.has_config(later));
+        locked.write_config(later, &none).unwrap();
+        assert!(locked.has_config(later, &none));
         locked.fit_config().unwrap();
-        assert!(locked.has_config("[datafs]\nmeta_schema = \"s\"\n"));
+        assert!(locked.has_config("[datafs]\nmeta_schema = \"s\"\n", &none));
     }
 
     #[test]

@@ -42,6 +42,8 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 const WELL_AFTER: Duration = Duration::from_secs(10);
 /// Interval at which the driver looks whether an adopted server runs.
 const LOOK: Duration = Duration::from_secs(1);
+/// Interval of attempts to write the record of a restarted server that could not be written, as on a full disk.
+const RECORD_EVERY: Duration = Duration::from_secs(2);
 /// How long a new driver tries to take over the mounts of an earlier one, and the pause between its attempts.
 const RECOVERY: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(1));
 /// Most mounts that a new driver takes over at the same time. One whose metadata server is silent takes one place.
@@ -85,7 +87,17 @@ struct Keeper {
     stop: CancellationToken,
     /// Cancelled when a server that dies shall have no successor.
     last: CancellationToken,
+    /// The server that it watches. Changed only while the state of the target is locked.
+    serving: Arc<Mutex<Process>>,
     task: tokio::task::JoinHandle<()>,
+}
+
+/// A server that was started after the death of another one.
+#[derive(Debug)]
+struct Successor {
+    server: Server,
+    /// The server that the record names: an earlier one, if the record could not be written.
+    recorded: Process,
 }
 
 /// Kills a process that is still starting when the start is given up.
@@ -193,6 +205,17 @@ impl Servers {
         self.keepers.lock().get(target).is_some_and(|keeper| !keeper.task.is_finished())
     }
 
+    /// The record of a target with the server that runs. The record of a restarted server may not have been written.
+    pub(crate) fn current(&self, found: Publication) -> Publication {
+        if found.driver != self.driver {
+            return found;
+        }
+        let keepers = self.keepers.lock();
+        let keeper = keepers.get(&found.target).filter(|keeper| !keeper.task.is_finished());
+        let serving = keeper.map(|keeper| *keeper.serving.lock());
+        Publication { server: serving.or(found.server), ..found }
+    }
+
     /// Whether the server of a target runs and its mount is there.
     ///
     /// # Errors
@@ -248,8 +271,10 @@ impl Servers {
         locked.write(&recorded)?;
         let (at, stop, last) =
             (publication.target.clone(), self.stop.child_token(), CancellationToken::new());
-        let keep = Arc::clone(self).keep(at.clone(), process, server, stop.clone(), last.clone());
-        self.keepers.lock().insert(at, Keeper { stop, last, task: tokio::spawn(keep) });
+        let serving = Arc::new(Mutex::new(process));
+        let watched = Arc::clone(&serving);
+        let keep = Arc::clone(self).keep(at.clone(), watched, server, stop.clone(), last.clone());
+        self.keepers.lock().insert(at, Keeper { stop, last, serving, task: tokio::spawn(keep) });
         Ok(())
     }
 
@@ -336,21 +361,34 @@ impl Servers {
     async fn keep(
         self: Arc<Self>,
         at: PathBuf,
-        mut recorded: Process,
+        serving: Arc<Mutex<Process>>,
         mut server: Server,
         stop: CancellationToken,
         last: CancellationToken,
     ) {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut recorded = *serving.lock();
         loop {
             let started = tokio::time::Instant::now();
-            let status = tokio::select! {
-                status = server.ended() => status,
-                () = stop.cancelled() => {
-                    if !self.stop.is_cancelled() {
-                        server.end().await;
+            let process = *serving.lock();
+            let status = loop {
+                tokio::select! {
+                    status = server.ended() => break status,
+                    () = stop.cancelled() => {
+                        if !self.stop.is_cancelled() {
+                            server.end().await;
+                        }
+                        return;
                     }
-                    return;
+                    () = tokio::time::sleep(RECORD_EVERY), if recorded != process => {
+                        match self.record_again(&at, [recorded, process]) {
+                            Ok(()) => recorded = process,
+                            Err(refused) => tracing::debug!(
+                                path = %at.display(), error = refused.message(),
+                                "cannot record the restarted server of a mount yet"
+                            ),
+                        }
+                    }
                 }
             };
             if started.elapsed() >= WELL_AFTER {
@@ -361,19 +399,19 @@ impl Servers {
                 let restarted = tokio::select! {
                     restarted = async {
                         tokio::time::sleep(pause).await;
-                        self.restart(&at, recorded).await
+                        self.restart(&at, recorded, &serving).await
                     } => restarted,
                     () = stop.cancelled() => return,
                     () = last.cancelled() => return,
                 };
                 match restarted {
-                    Ok(Some((next, successor))) => {
+                    Ok(Some(successor)) => {
                         metrics::RESTARTS.inc();
                         tracing::error!(
                             path = %at.display(), status = ?status, pause_ms = pause.as_millis() as u64,
                             "the server of a mount died and was started again"
                         );
-                        (recorded, server) = (next, successor);
+                        (recorded, server) = (successor.recorded, successor.server);
                         break;
                     }
                     Ok(None) => return,
@@ -390,12 +428,34 @@ impl Servers {
         }
     }
 
-    /// Starts the successor of a server that died, if this driver is still responsible for it. Returns the server that the
-    /// record then has, and the successor.
-    async fn restart(&self, at: &Path, recorded: Process) -> Result<Option<(Process, Server)>, Status> {
+    /// Whether this driver is responsible for a target whose record names one of these servers.
+    fn is_responsible(&self, publication: &Publication, known: [Process; 2]) -> bool {
+        publication.driver == self.driver && publication.server.is_some_and(|server| known.contains(&server))
+    }
+
+    /// Writes the record of the second server, if this driver is still responsible for the target.
+    fn record_again(&self, at: &Path, known: [Process; 2]) -> Result<(), Status> {
+        let locked = self.publications.lock(at)?;
+        match locked.read()? {
+            Some(found) if self.is_responsible(&found, known) => {
+                locked.write(&Publication { server: Some(known[1]), ..found })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Starts the successor of a server that died, if this driver is still responsible for it. The record names the server
+    /// that died, or `recorded`.
+    async fn restart(
+        &self,
+        at: &Path,
+        recorded: Process,
+        serving: &Mutex<Process>,
+    ) -> Result<Option<Successor>, Status> {
         let locked = self.publications.lock(at)?;
         let Some(publication) = locked.read()? else { return Ok(None) };
-        if publication.driver != self.driver || publication.server != Some(recorded) {
+        let known = [recorded, *serving.lock()];
+        if !self.is_responsible(&publication, known) {
             return Ok(None);
         }
         let server = self.launch(&locked, &publication).await?;
@@ -403,16 +463,17 @@ impl Servers {
         let Some(process) = child.id().and_then(Process::of) else {
             return Err(refused(Code::Unavailable, "the server ended as soon as it had mounted".into()));
         };
-        match locked.write(&Publication { server: Some(process), ..publication }) {
-            Ok(()) => Ok(Some((process, server))),
+        *serving.lock() = process;
+        let recorded = match locked.write(&Publication { server: Some(process), ..publication }) {
+            Ok(()) => process,
             Err(refused) => {
                 // The server serves. Another attempt would leave one more, as long as the disk is full.
-                tracing::error!(path = %at.display(), error = refused.message(), "cannot record the server of a mount");
+                tracing::error!(path = %at.display(), error = refused.message(), "cannot record the server of a mount yet");
                 // The record may be written, and its name not durable.
-                let found = locked.read().ok().flatten().and_then(|found| found.server);
-                Ok(Some((found.unwrap_or(recorded), server)))
+                locked.read().ok().flatten().and_then(|found| found.server).unwrap_or(recorded)
             }
-        }
+        };
+        Ok(Some(Successor { server, recorded }))
     }
 
     /// Gives up a restart that is under way for a target, which would keep it locked while its metadata server does not
@@ -540,10 +601,14 @@ impl Servers {
         locked: &Locked,
         publication: &Publication,
     ) -> Result<(), Status> {
-        match publication.server.filter(|process| process.is_alive()) {
-            Some(process) if blocking(&publication.target, target::is_mounted).await? => {
-                self.record(locked, publication, Server::Adopted(process))
-            }
+        let is_mounted = blocking(&publication.target, target::is_mounted).await?;
+        let alive = match publication.server.filter(|process| process.is_alive()) {
+            // The driver before may not have written the record of the server.
+            None if is_mounted => blocking(&locked.config(), |config| Ok(Process::serving(config))).await?,
+            alive => alive,
+        };
+        match alive {
+            Some(process) if is_mounted => self.record(locked, publication, Server::Adopted(process)),
             alive => {
                 if let Some(process) = alive {
                     // It serves nothing.
@@ -565,7 +630,8 @@ impl Servers {
     pub(crate) fn keep_none(&self, at: &Path) -> CancellationToken {
         let last = CancellationToken::new();
         let task = tokio::spawn(std::future::pending());
-        let keeper = Keeper { stop: CancellationToken::new(), last: last.clone(), task };
+        let serving = Arc::new(Mutex::new(Process { pid: 0, started: 0 }));
+        let keeper = Keeper { stop: CancellationToken::new(), last: last.clone(), serving, task };
         self.keepers.lock().insert(at.to_owned(), keeper);
         last
     }
@@ -592,3 +658,6 @@ fn code_of(exit: Option<i32>) -> Code {
         _ => Code::Internal,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,6 +2,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::check::MountFlags;
+use crate::keys::Keys;
 use crate::publication::{FORMAT, Publication};
 
 /// A node's state folder, with the caches of a driver whose own cache is in its home.
@@ -136,7 +137,7 @@ fn caches_in_the_homes_of_tenants_of_earlier_programs_are_removed_too() {
     let moved = fill(&home('4').join("datafs/cache"));
     node.publish("b", &identity('4'));
     let locked = node.publications.lock(&node.target("b")).unwrap();
-    locked.write_config("[datafs]\ncache_shared_bound = true\n").unwrap();
+    locked.write_config("[datafs]\ncache_shared_bound = true\n", &Keys::default()).unwrap();
     drop(locked);
     // A link on the way to a cache.
     let victim = fill(&node.dir.path().join("victim/cache"));
@@ -149,6 +150,34 @@ fn caches_in_the_homes_of_tenants_of_earlier_programs_are_removed_too() {
     for cache_dir in ["../cache", ".", ""] {
         let config = Config { cache_dir: cache_dir.into(), ..Config::default() };
         assert!(Caches::new(&config, &node.dir.path().join("homes")).earlier.is_none(), "{cache_dir}");
+    }
+}
+
+#[test]
+fn caches_of_earlier_programs_below_a_cache_folder_with_a_slash_are_removed_too() {
+    let mut node = Node::new();
+    for ending in ["/cache/", "/cache"] {
+        let cache_dir = format!("{}{ending}", node.dir.path().display());
+        let config = Config { cache_dir: cache_dir.into(), ..Config::default() };
+        node.caches = Caches::new(&config, &node.dir.path().join("homes"));
+        assert_eq!(node.caches.folder(), node.dir.path().join("cache-tenants"));
+        let earlier = node.dir.path().join("cache/-tenants");
+        let [kept, left, moved] = ['1', '2', '3'].map(|digit| fill(&earlier.join(identity(digit))));
+        let own = fill(&node.dir.path().join("cache"));
+        for (name, digit, folder) in [("a", '1', &earlier), ("b", '3', &node.caches.folder)] {
+            node.publish(name, &identity(digit));
+            let dir = toml::Value::from(folder.join(identity(digit)).to_str().unwrap());
+            let text = format!("[datafs]\ncache_dir = {dir}\n{SHARED}\n");
+            let locked = node.publications.lock(&node.target(name)).unwrap();
+            locked.write_config(&text, &Keys::default()).unwrap();
+        }
+        assert_eq!(node.sweep(), 2);
+        assert!(kept.exists() && own.exists() && !left.exists() && !moved.exists(), "{ending}");
+        assert_eq!(folders(&earlier).unwrap().len(), 1);
+        node.unpublish("a");
+        node.unpublish("b");
+        assert_eq!((node.sweep(), kept.exists(), own.exists()), (1, false, true));
+        assert!(folders(&earlier).unwrap().is_empty());
     }
 }
 

@@ -330,6 +330,24 @@ fn a_writable_volume_from_a_snapshot_holds_all_of_it() {
 }
 
 #[test]
+fn an_encryption_key_of_a_secret_encrypts_a_new_volume() {
+    let trial = Trial::new();
+    let secrets = |key: String| HashMap::from([("encryption_keys.mine".to_owned(), key)]);
+    let new = |secrets| CreateVolumeRequest {
+        parameters: HashMap::from([("encryptionKey".to_owned(), "mine".to_owned())]),
+        secrets,
+        ..new_volume("a", 0, None, false)
+    };
+    let refused = trial.create(new(secrets("hunter2".into()))).unwrap_err();
+    assert!(refused.message().contains("32 bytes") && !refused.message().contains("hunter2"), "{refused}");
+    let key = secrets("0a".repeat(32));
+    trial.create(new(key.clone())).unwrap();
+    let homes = &trial.controller.homes;
+    let datafs = homes.volumes(&homes.place(&key).unwrap()).unwrap();
+    datafs.view(&"a".parse().unwrap()).unwrap().write_file("f", &[7; 100_000]).unwrap();
+}
+
+#[test]
 fn a_read_only_volume_from_a_snapshot_is_the_snapshot() {
     let trial = Trial::new();
     trial.create(new_volume("a", 0, None, false)).unwrap();

@@ -36,7 +36,7 @@ fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_passwo
     assert_eq!(place.config.store_options["secret_access_key"], Secret::from("key"));
     // Variables and the machine's identity are the driver's.
     assert!(!place.config.store_environment && homes().own.config.store_environment);
-    let text = place.config_text().unwrap();
+    let text = place.config_text(Path::new("/keys")).unwrap();
     assert!(!text.contains("of-the-driver") && text.contains("s3cret"), "{text}");
     // The text is a configuration file.
     let table: toml::Table = toml::from_str(&text).unwrap();
@@ -88,10 +88,15 @@ fn a_tenant_shares_no_files_with_the_driver_or_with_another_tenant() {
 
 #[test]
 fn a_secret_without_urls_only_adds_encryption_keys_to_the_home_of_the_driver() {
-    let place = homes().place(&secrets(&[("encryption_keys.mine", "k")])).unwrap();
-    let mut expected = homes().own.config;
-    expected.encryption_keys.insert("mine".into(), "k".into());
-    assert_eq!((place.root.as_path(), place.config), (Path::new("/own"), expected));
+    let place = homes().place(&secrets(&[("encryption_keys.mine", "hunter2\n")])).unwrap();
+    assert_eq!((place.root.as_path(), &place.config), (Path::new("/own"), &homes().own.config));
+    assert_eq!(place.keys.reveal()["mine"], "hunter2");
+    // No configuration holds the key, and a key of the same name with another value is told from it.
+    let text = place.config_text(Path::new("/keys")).unwrap();
+    assert!(text.contains("/keys/") && !text.contains("hunter2"), "{text}");
+    let other = homes().place(&secrets(&[("encryption_keys.mine", "hunter3")])).unwrap();
+    assert_eq!(other.config_text(Path::new("/keys")).unwrap(), text);
+    assert_ne!(other.digest().unwrap(), place.digest().unwrap());
     // Every option of a store, of which each could lead requests of the driver elsewhere.
     for option in STORE_OPTIONS {
         let key = format!("store_options.{option}");
