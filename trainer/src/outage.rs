@@ -18,8 +18,6 @@ const TICK: Duration = Duration::from_millis(100);
 pub(crate) struct Outage {
     /// Milliseconds since the first failure; 0 while they answer.
     tried_ms: AtomicU64,
-    /// Operations that fail at present.
-    failing: AtomicU64,
 }
 
 impl Outage {
@@ -28,20 +26,13 @@ impl Outage {
         Duration::from_millis(self.tried_ms.load(Ordering::Relaxed))
     }
 
-    /// As [`Outage::elapsed`], but zero while no operation tries.
-    pub(crate) fn in_progress(&self) -> Duration {
-        match self.failing.load(Ordering::Relaxed) {
-            0 => Duration::ZERO,
-            _ => self.elapsed(),
-        }
-    }
-
     /// The volumes have answered; gives whether they had not before.
     pub(crate) fn clear(&self) -> bool {
         self.tried_ms.swap(0, Ordering::Relaxed) > 0
     }
 
-    fn begin(&self) {
+    /// The volumes have not answered an operation. No time is counted before the next one tries.
+    pub(crate) fn begin(&self) {
         self.tried_ms.fetch_max(1, Ordering::Relaxed);
     }
 
@@ -70,17 +61,8 @@ impl Attempts {
         }
         let ticker = Ticker::start(&self.outage)?;
         self.outage.begin();
-        self.outage.failing.fetch_add(1, Ordering::Relaxed);
         self.failing = Some((self.outage.elapsed(), ticker));
         Ok(Duration::ZERO)
-    }
-}
-
-impl Drop for Attempts {
-    fn drop(&mut self) {
-        if self.failing.take().is_some() {
-            self.outage.failing.fetch_sub(1, Ordering::Relaxed);
-        }
     }
 }
 
@@ -140,12 +122,11 @@ mod tests {
         assert!(outage.elapsed().is_zero());
         assert_eq!(first.failed().unwrap(), Duration::ZERO);
         assert!(!outage.elapsed().is_zero());
-        assert_eq!(outage.in_progress(), outage.elapsed());
         outage.tick(TICK);
         assert!(first.failed().unwrap() >= TICK);
         drop(first);
         let between = outage.elapsed();
-        assert!(between > TICK && outage.in_progress().is_zero());
+        assert!(between > TICK, "the outage outlasts the operation");
         let mut second = Attempts::new(&outage);
         assert_eq!(second.failed().unwrap(), Duration::ZERO);
         assert!(outage.elapsed() >= between, "the outage goes on");

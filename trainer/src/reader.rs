@@ -1,7 +1,7 @@
 //! Reads of a feed's rows that outlast an outage of the volumes or of the brokers of topics.
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millrace_leaf::backoff::Backoff;
 use millrace_streams::feed::{AnyFeed, FeedBatch, FeedError};
@@ -19,11 +19,14 @@ const PAUSE_MAX: Duration = Duration::from_secs(10);
 const ATTEMPTS: u32 = 5;
 /// Interval at which a read notices that it need not go on.
 const POLL: Duration = Duration::from_millis(50);
+/// Time without an answer after which a read counts as failing for an [`Interrupt`]. A client of brokers reports the first
+/// failure after up to 30 s.
+const SILENCE_MAX: Duration = Duration::from_secs(2);
 
 /// A read in progress.
 pub(crate) type Reading = JoinHandle<Result<FeedBatch, FeedError>>;
 
-/// Whether a read need not go on; the argument tells whether an attempt has failed.
+/// Whether a read need not go on; the argument tells whether an attempt has failed, or takes long.
 pub(crate) type Interrupt<'a> = &'a dyn Fn(bool) -> bool;
 
 /// What a member wants of a step or of a round of an evaluation, which the ring sums.
@@ -33,14 +36,15 @@ pub(crate) struct Wishes<'a> {
     pub(crate) leave: bool,
     /// To stop the job.
     pub(crate) stop: bool,
-    /// Whether this worker was asked to leave by now.
-    pub(crate) preempted: &'a dyn Fn() -> bool,
+    /// Whether this worker was asked to leave, or the job to stop, by now.
+    pub(crate) asked_to_end: &'a dyn Fn() -> bool,
 }
 
 impl Wishes<'_> {
-    /// Whether a read need not go on: the ring is over, or the read fails and this worker has to leave.
+    /// Whether a read need not go on: the ring is over, or the read fails and this worker has to leave or to stop. Then
+    /// the state after the last complete step is saved, without the rows of the next one.
     pub(crate) fn end_read(&self, ring: &Ring<'_>, is_failing: bool) -> bool {
-        ring.is_over() || (is_failing && (self.preempted)())
+        ring.is_over() || (is_failing && (self.asked_to_end)())
     }
 }
 
@@ -49,6 +53,8 @@ impl Wishes<'_> {
 pub(crate) struct Reader {
     job: String,
     patience: Duration,
+    /// As [`SILENCE_MAX`].
+    silence_max: Duration,
     outage: Arc<Outage>,
     pauses: Backoff,
     runtime: Handle,
@@ -56,7 +62,8 @@ pub(crate) struct Reader {
 
 impl Reader {
     pub(crate) fn new(job: String, patience: Duration, runtime: Handle) -> Reader {
-        Reader { job, patience, outage: Arc::default(), pauses: Backoff::new(PAUSE, PAUSE_MAX), runtime }
+        let pauses = Backoff::new(PAUSE, PAUSE_MAX);
+        Reader { job, patience, silence_max: SILENCE_MAX, outage: Arc::default(), pauses, runtime }
     }
 
     /// Begins anew with this patience.
@@ -103,12 +110,23 @@ impl Reader {
     ) -> Result<Option<T>> {
         let mut attempts = Attempts::new(&self.outage);
         let mut backoff = self.pauses.clone();
-        let (mut refused, mut is_failing) = (0, false);
+        let began = Instant::now();
+        // An outage that began in an earlier ring lasts until a read succeeds.
+        let (mut refused, mut is_failing) = (0, !self.outage.elapsed().is_zero());
+        if is_failing {
+            attempts.failed()?;
+        }
         loop {
+            let is_late = || is_failing || began.elapsed() >= self.silence_max;
             let outcome = tokio::select! {
                 biased;
                 outcome = attempt() => outcome,
-                () = interruption(interrupted, is_failing) => return Ok(None),
+                () = interruption(interrupted, is_late) => {
+                    if is_late() {
+                        self.outage.begin();
+                    }
+                    return Ok(None);
+                }
             };
             let error = match outcome {
                 Ok(rows) => {
@@ -156,15 +174,15 @@ impl Reader {
             }
             tokio::select! {
                 () = tokio::time::sleep(backoff.jittered()) => {}
-                () = interruption(interrupted, true) => return Ok(None),
+                () = interruption(interrupted, || true) => return Ok(None),
             }
         }
     }
 }
 
 /// Waits until a read need not go on.
-async fn interruption(interrupted: Interrupt<'_>, is_failing: bool) {
-    while !interrupted(is_failing) {
+async fn interruption(interrupted: Interrupt<'_>, is_failing: impl Fn() -> bool) {
+    while !interrupted(is_failing()) {
         tokio::time::sleep(POLL).await;
     }
 }
@@ -267,6 +285,22 @@ mod tests {
         let text = error.one_line();
         assert!(matches!(error, Error::Outage { .. }) && attempts == 1, "{text}");
         assert!(text.contains("job j") && text.contains("step 3") && text.contains("s3://b"), "{text}");
+    }
+
+    #[test]
+    fn a_read_without_an_answer_ends_when_it_is_asked_to_before_its_first_failure() {
+        let (runtime, reader) = reader(LONG);
+        let is_asked = |is_failing: bool| is_failing;
+        let end = |reader: &Reader| {
+            let silent = async || std::future::pending::<Result<u32, FeedError>>().await;
+            runtime.block_on(reader.repeat(silent, "step 3: read dataset d", &is_asked))
+        };
+        let reader = Reader { silence_max: Duration::ZERO, ..reader };
+        assert!(matches!(end(&reader), Ok(None)));
+        assert!(!reader.outage.elapsed().is_zero(), "the coordinator learns that this worker has no rows");
+        // The outage goes on in the next ring.
+        let reader = Reader { silence_max: LONG, ..reader };
+        assert!(matches!(end(&reader), Ok(None)));
     }
 
     #[test]

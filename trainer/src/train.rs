@@ -78,7 +78,8 @@ impl Setup {
 /// coordinator whose lease was lost fails with [`Error::Lease`].
 ///
 /// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]), or fails with
-/// [`Error::Stopped`] before the job is coordinated. Dropping the
+/// [`Error::Stopped`] before the job is coordinated. While the rows of the current step are away, the checkpoint is that
+/// of the last complete step. Dropping the
 /// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
 /// every `progress_ms` and must not block.
 ///

@@ -225,7 +225,12 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
                 reason = Reason::Broken;
                 trouble = Some(error);
             }
-            Err(error) => return Err(error),
+            Err(error) => {
+                if matches!(error, Error::Outage { .. }) {
+                    replica.save_unread();
+                }
+                return Err(error);
+            }
         }
     }
 }
@@ -262,6 +267,14 @@ fn epoch(
     }
     replica.enter(formed.epoch);
     let lead = formed.rank == 0;
+    if formed.is_last && replica.finish().is_none() {
+        // All ranks hold the state after the last complete step, and the rows of the next one may be away. The first
+        // state, which any worker makes again, is not saved.
+        if lead && replica.position() > 0 {
+            session.step(|| replica.checkpoint_if_newest())?;
+        }
+        return Ok(session.finish(replica.step(), true)?.into());
+    }
     if lead {
         replica.check_last_due()?;
     }
@@ -280,7 +293,7 @@ fn epoch(
         let wishes = Wishes {
             leave: session.leave_wanted() || session.preempted(),
             stop: session.stop_wanted(),
-            preempted: &|| session.preempted(),
+            asked_to_end: &|| session.preempted() || session.stop_wanted(),
         };
         session.enter(replica.step(), Exchange::Gradients);
         let done = session.step(|| replica.step_once(&mut ring, wishes))?;
@@ -316,7 +329,7 @@ fn evaluate(
         let wishes = Wishes {
             leave: session.preempted(),
             stop: session.stop_wanted(),
-            preempted: &|| session.preempted(),
+            asked_to_end: &|| session.preempted() || session.stop_wanted(),
         };
         let round = session.step(|| replica.evaluate(&mut partial, ring, wishes))?;
         if round.complete {

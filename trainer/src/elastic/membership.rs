@@ -175,7 +175,7 @@ struct Member {
     place: Option<(u64, String)>,
     /// How long the volumes have taken no checkpoint of it.
     unsaved: Duration,
-    /// How long the volumes have not given it the rows of its step, while it tries.
+    /// How long the volumes have not given it the rows of its step.
     unread: Duration,
     /// Whether it has tried in vain to read rows in the present ring.
     read_in_vain: bool,
@@ -389,6 +389,7 @@ impl Membership {
             read_in_vain: false,
         };
         self.members.insert(id, member);
+        // Before any epoch that it is in: such an epoch only saves the state.
         if self.stopping.is_some() {
             self.send(id, Message::Stop);
         }
@@ -482,6 +483,14 @@ impl Membership {
 
     /// The volumes have taken no checkpoint of a member for `unsaved`, and not given it rows for `unread`.
     pub(crate) fn record_outages(&mut self, id: MemberId, unsaved: Duration, unread: Duration) {
+        self.record_unread(id, unread);
+        if let Some(member) = self.members.get_mut(&id) {
+            member.unsaved = unsaved;
+        }
+    }
+
+    /// The volumes have not given a member rows for `unread`.
+    pub(crate) fn record_unread(&mut self, id: MemberId, unread: Duration) {
         let Some(member) = self.members.get_mut(&id) else { return };
         if member.unread.is_zero() != unread.is_zero() {
             let who = member.peer().to_string();
@@ -495,7 +504,7 @@ impl Membership {
             }
         }
         member.read_in_vain |= member.arrived.is_none() && unread > member.unread;
-        (member.unsaved, member.unread) = (unsaved, unread);
+        member.unread = unread;
     }
 
     /// Whether the job ends without a checkpoint of its last step.

@@ -46,6 +46,9 @@ pub(crate) struct EpochMembership {
     pub(crate) epoch: u64,
     pub(crate) rank: usize,
     pub(crate) peers: Vec<Peer>,
+    /// Whether the coordinator had told the stop before this epoch formed: its members save their state and compute no
+    /// step. The coordinator tells all members before, and its messages arrive in order, so that all ranks agree.
+    pub(crate) is_last: bool,
     /// Cancelled when the epoch is over.
     pub(crate) abort: CancellationToken,
 }
@@ -145,6 +148,22 @@ struct Flags {
     exchange: AtomicU8,
     /// The checkpoint that the volumes do not take, and the rows that they do not give.
     outages: OnceLock<[Arc<Outage>; 2]>,
+}
+
+impl Flags {
+    /// For how long the volumes take no checkpoint, in milliseconds.
+    fn unsaved_ms(&self) -> u64 {
+        self.outages.get().map_or(0, |[unsaved, _]| millis(unsaved.elapsed()))
+    }
+
+    /// For how long the volumes give no rows, in milliseconds. An outage outlasts the ring in which it began.
+    fn unread_ms(&self) -> u64 {
+        self.outages.get().map_or(0, |[_, unread]| millis(unread.elapsed()))
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Measures for the heartbeat how long the current step has taken.
@@ -255,6 +274,7 @@ impl Session {
             suspect_rank: trouble.and_then(collective::Error::suspect).map(|rank| rank as u32),
             trouble: trouble.map(ToString::to_string).unwrap_or_default(),
             lineage,
+            unread_ms: self.flags.unread_ms(),
             ..Default::default()
         };
         arrive.set_reason(match reason {
@@ -511,17 +531,12 @@ async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, f
         ticks.tick().await;
         let computing = clock.tick(flags.steps.load(Ordering::Relaxed), ticked.elapsed(), every);
         ticked = Instant::now();
-        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let outages = flags.outages.get();
-        let unsaved_ms = outages.map_or(0, |[unsaved, _]| millis(unsaved.elapsed()));
-        // A read that was interrupted waits for the next ring, not for the volumes.
-        let unread_ms = outages.map_or(0, |[_, unread]| millis(unread.in_progress()));
         let beat = proto::Heartbeat {
             computing_ms: computing.as_millis() as u64,
             step: Some(flags.step.load(Ordering::Relaxed)),
             exchange: Exchange::name(flags.exchange.load(Ordering::Relaxed)).to_owned(),
-            unsaved_ms,
-            unread_ms,
+            unsaved_ms: flags.unsaved_ms(),
+            unread_ms: flags.unread_ms(),
         };
         let beat = from_worker::Message::Heartbeat(beat);
         if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {
@@ -567,7 +582,7 @@ async fn listen(
         };
         // If the training thread has ended, it needs no notices.
         match message {
-            to_worker::Message::Formed(formed) => match decode(formed) {
+            to_worker::Message::Formed(formed) => match decode(formed, flags.stop.load(Ordering::Relaxed)) {
                 Ok(formed) => {
                     flags.leave.store(false, Ordering::Relaxed);
                     (epoch, abort) = (formed.epoch, formed.abort.clone());
@@ -615,7 +630,7 @@ async fn listen(
     std::process::exit(EXIT_COORDINATOR_LOST);
 }
 
-fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
+fn decode(formed: proto::Formed, is_last: bool) -> Result<EpochMembership, String> {
     let peers: Vec<Peer> = formed
         .members
         .into_iter()
@@ -634,6 +649,7 @@ fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
         epoch: formed.epoch,
         rank: formed.rank as usize,
         peers,
+        is_last,
         abort: CancellationToken::new(),
     })
 }

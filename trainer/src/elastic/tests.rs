@@ -547,25 +547,31 @@ fn three_joined() -> (SimulatedJob, [MemberId; 3]) {
 }
 
 #[test]
-fn a_stop_goes_on_without_a_worker_that_has_no_rows() {
-    let (mut job, members) = SimulatedJob::running(2);
-    job.membership.record_progress(50);
-    job.membership.record_outages(members[0], Duration::ZERO, Duration::from_secs(3));
-    assert_eq!(job.membership.lost_total(), 0);
-    job.membership.stop(job.now);
-    job.pass(Duration::from_millis(25), &members);
-    assert_eq!(job.membership.lost_total(), 1);
-    job.arrive(members[1], 50, Reason::Broken);
-    job.membership.finished(members[1], true, job.now);
-    assert_eq!(job.membership.take_actions().last(), Some(&Action::End(Verdict::Finished { stopped: true })));
-    // Where none has rows, all of them may save.
-    let (mut job, members) = SimulatedJob::running(2);
-    for member in &members {
-        job.membership.record_outages(*member, Duration::ZERO, Duration::from_secs(3));
+fn a_stop_lets_a_member_with_rows_save_the_state_and_loses_none_without_them() {
+    // Rank 0 writes the last checkpoint.
+    for (without_rows, ranks) in [(vec![0], [1, 0]), (vec![1], [0, 1]), (vec![0, 1], [0, 1])] {
+        let (mut job, members) = SimulatedJob::running(2);
+        job.membership.record_progress(50);
+        job.membership.record_outages(members[0], Duration::ZERO, Duration::from_secs(3));
+        job.membership.record_outages(members[0], Duration::ZERO, Duration::ZERO);
+        job.membership.stop(job.now);
+        assert_eq!(sent(&job.membership.take_actions(), &Message::Stop), members);
+        for at in without_rows {
+            job.membership.record_unread(members[at], Duration::from_millis(1));
+        }
+        assert!(job.pass(Duration::from_secs(1), &members).is_empty());
+        // A member without rows ends its read, and so the ring.
+        let actions = job.arrive(members[0], 50, Reason::Broken);
+        assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[1]]);
+        let formed = formed(&job.arrive(members[1], 50, Reason::Broken));
+        assert_eq!(formed, [(members[ranks[0]], 2, 0, 2), (members[ranks[1]], 2, 1, 2)]);
+        for member in members {
+            job.membership.finished(member, true, job.now);
+        }
+        let end = Action::End(Verdict::Finished { stopped: true });
+        assert_eq!(job.membership.take_actions().last(), Some(&end));
+        assert_eq!(job.membership.lost_total(), 0);
     }
-    job.membership.stop(job.now);
-    job.pass(Duration::from_millis(25), &members);
-    assert_eq!(job.membership.lost_total(), 0);
 }
 
 #[test]

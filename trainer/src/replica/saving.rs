@@ -58,6 +58,22 @@ impl Replica {
         self.writing_if_newest()()
     }
 
+    /// Makes one attempt to save the state whose next rows did not come in time. The error of the read ends this worker
+    /// in any case.
+    pub(crate) fn save_unread(&mut self) {
+        if self.position() == 0 || self.unread().elapsed().is_zero() {
+            return;
+        }
+        let step = self.step;
+        match self.save_once() {
+            Ok(()) => tracing::info!(step, "the state is saved, as its next rows are away"),
+            Err(error) => {
+                let error = error.one_line();
+                tracing::warn!(step, error, "the state whose next rows are away was not saved");
+            }
+        }
+    }
+
     fn writing_if_newest(&self) -> impl Fn() -> Result<()> + Send + 'static {
         let (job, places, batch_rows) = (self.job.clone(), self.epoch_places, self.order.batch_rows());
         self.writing(move |checkpoints, state, layout| {

@@ -1,5 +1,6 @@
 //! Tests of jobs on a topic: rows of bounded offsets, resumed with the same ones.
 
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -36,10 +37,15 @@ pub(super) async fn produce(kafka: &KafkaConfig, range: Range<usize>) {
     producer.send_all(values.map(record)).await.unwrap();
 }
 
+/// A broker at this address.
+pub(super) async fn serve(listen: SocketAddr, log: &Path) -> Broker {
+    let config = broker::Config { listen, ..broker::Config::default() };
+    Broker::start(config, log, CancellationToken::new()).await.unwrap()
+}
+
 /// A broker with [`ROWS`] rows in the topic `points`.
 pub(super) async fn start(log: &Path) -> (Broker, KafkaConfig) {
-    let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
-    let broker = Broker::start(config, log, CancellationToken::new()).await.unwrap();
+    let broker = serve(([127, 0, 0, 1], 0).into(), log).await;
     let kafka = KafkaConfig::new(broker.addr().to_string());
     topic::create_topic(&kafka, "points", 2).await.unwrap();
     produce(&kafka, 0..ROWS).await;

@@ -156,6 +156,7 @@ impl Actor<'_> {
                     );
                 }
                 let suspect = arrive.suspect_rank.map(|rank| (arrive.epoch, rank));
+                self.membership.record_unread(member, Duration::from_millis(arrive.unread_ms));
                 let state = (arrive.step, arrive.lineage);
                 self.membership.arrived(member, state, reason, suspect, now);
             }

@@ -65,16 +65,6 @@ impl Membership {
                 self.lost(id, "did not reach the barrier in time", now);
             }
         }
-        if self.stopping.is_some() {
-            // The others have the state of the last step, and save it without the rows of the next one.
-            let (without, with): (Vec<MemberId>, Vec<MemberId>) = self
-                .in_epoch
-                .iter()
-                .partition(|id| self.members.get(id).is_some_and(|m| !m.unread.is_zero()));
-            for id in without.into_iter().filter(|_| !with.is_empty()) {
-                self.lost(id, "has no rows, and the job stops", now);
-            }
-        }
         if self.stopping.is_some_and(|since| since + self.rules.stop_timeout <= now) {
             let limit = self.rules.stop_timeout.as_secs();
             let outage = self.members.values().map(|member| member.unsaved).max().unwrap_or_default();

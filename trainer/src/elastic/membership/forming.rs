@@ -119,8 +119,14 @@ impl Membership {
         self.saving = None;
         self.in_epoch =
             self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
-        let ranked: Vec<MemberId> = self.by_rank().map(|(id, _)| id).collect();
-        self.formed = self.by_rank().map(|(id, member)| (id, member.peer())).collect();
+        let mut ranked: Vec<(bool, MemberId, Peer)> = self
+            .by_rank()
+            .map(|(id, member)| (self.stopping.is_some() && !member.unread.is_zero(), id, member.peer()))
+            .collect();
+        // Rank 0 writes the last checkpoint. A member whose rows are away may be cut off from the volumes.
+        ranked.sort_by_key(|(is_without_rows, ..)| *is_without_rows);
+        self.formed = ranked.into_iter().map(|(_, id, peer)| (id, peer)).collect();
+        let ranked: Vec<MemberId> = self.formed.iter().map(|(id, _)| *id).collect();
         let peers: Vec<Peer> = self.formed.iter().map(|(_, peer)| peer.clone()).collect();
         for (rank, id) in ranked.into_iter().enumerate() {
             if let Some(member) = self.members.get_mut(&id) {
