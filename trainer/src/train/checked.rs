@@ -256,7 +256,7 @@ impl Checked {
     pub(super) fn is_published(&self) -> Result<bool> {
         let Some(state) = self.last_state()? else { return Ok(false) };
         let theirs = checkpoint::job_of_run(&self.output, self.job.name.as_str(), &self.run)?;
-        if !theirs.is_some_and(|job| replica::finish(&job, &state.ledger, &state.evaluations).is_some()) {
+        if theirs.is_none_or(|job| replica::finish(&job, &state.ledger, &state.evaluations).is_none()) {
             return Ok(false);
         }
         Ok(publish::recorded(&self.output, &publish::key_of(&self.job, &self.run, state.step))?.is_some())
