@@ -24,6 +24,7 @@ mod loss;
 mod objective;
 mod order;
 mod outputs;
+mod products;
 mod run;
 mod states;
 mod tensor;
@@ -45,6 +46,7 @@ pub use device::{Device, UnknownDevice};
 pub(crate) use loss::Measures;
 use loss::Truth;
 pub use objective::{CrossEntropy, Distillation, Huber, Loss, Objective};
+pub(crate) use products::Product;
 use run::Compute;
 pub use states::ChannelMoments;
 
@@ -216,6 +218,8 @@ pub struct ShardGradients {
     pub rows: usize,
     /// SUM over rows of the loss gradient, laid out by [`ParamLayout`].
     pub grad: Vec<f32>,
+    /// The gradients of weight matrices that are not in `grad`.
+    pub(crate) products: Vec<Product<f32>>,
     /// Statistics of each channel whose running statistics move, in the order of the nodes.
     pub moments: Vec<ChannelMoments>,
 }
@@ -521,16 +525,28 @@ impl Engine {
         key: ShardKey,
         scale: f32,
     ) -> Result<ShardGradients, EngineError> {
+        self.gradients_formed(shard, key, scale, &self.whole)
+    }
+
+    /// [`Engine::gradients_scaled`] in the form `single` of one bucket: the gradients of its parameters, one after another,
+    /// and factors.
+    pub(crate) fn gradients_formed(
+        &self,
+        shard: &ShardBatch,
+        key: ShardKey,
+        scale: f32,
+        single: &Buckets,
+    ) -> Result<ShardGradients, EngineError> {
         let mut grad = Vec::new();
-        let found = self.gradients_in_buckets(shard, key, scale, &self.whole, &mut |whole| {
-            grad = whole;
+        let found = self.gradients_in_buckets(shard, key, scale, single, &mut |bucket| {
+            grad = bucket;
             Ok(())
         })?;
         Ok(ShardGradients { grad, ..found })
     }
 
     /// [`Engine::gradients_scaled`] whose gradient goes to `hand_over` in `buckets`, each as soon as it is complete. That
-    /// of the result is empty.
+    /// of the result is empty. Gradients that leave as factors are in its products.
     pub(crate) fn gradients_in_buckets(
         &self,
         shard: &ShardBatch,
@@ -552,6 +568,7 @@ impl Engine {
                 ignored: 0,
                 rows: 0,
                 grad: Vec::new(),
+                products: Vec::new(),
                 moments: vec![ChannelMoments::default(); self.moving_channels()],
             });
         }
@@ -563,15 +580,17 @@ impl Engine {
             hand_over(values)
         };
         let (inputs, rows) = (&shard.inputs, shard.rows);
-        let moments = self.compute.gradients(inputs, rows, key, buckets, &mut unscaled, &mut |logits| {
-            let truth = Truth { labels: &shard.labels, taught: &taught };
-            let mut found = loss::loss_and_gradient(&self.loss, logits, truth, rows)?;
-            judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
-            multiply(&mut found.slope, scale);
-            Ok(found.slope)
-        })?;
+        let mut trained =
+            self.compute.gradients(inputs, rows, key, buckets, &mut unscaled, &mut |logits| {
+                let truth = Truth { labels: &shard.labels, taught: &taught };
+                let mut found = loss::loss_and_gradient(&self.loss, logits, truth, rows)?;
+                judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
+                multiply(&mut found.slope, scale);
+                Ok(found.slope)
+            })?;
         let (loss_sum, weight, correct, ignored) = judged.unwrap_or_default();
-        let moments = moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
+        trained.products.iter_mut().for_each(|product| product.multiply(1.0 / scale));
+        let moments = trained.moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
         Ok(ShardGradients {
             loss_sum,
             weight,
@@ -579,6 +598,7 @@ impl Engine {
             ignored,
             rows,
             grad: Vec::new(),
+            products: trained.products,
             moments: moments.collect(),
         })
     }

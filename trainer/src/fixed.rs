@@ -81,6 +81,14 @@ pub enum FixedError {
 }
 
 impl FixedError {
+    /// The error for a vector of which a part that begins at `start` was added.
+    pub(crate) fn behind(self, start: usize) -> FixedError {
+        match self {
+            FixedError::NonFinite { index, value } => FixedError::NonFinite { index: start + index, value },
+            other => other,
+        }
+    }
+
     /// The flat index of the offending element, for naming its parameter.
     pub fn index(&self) -> Option<usize> {
         match self {

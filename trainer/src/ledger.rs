@@ -183,6 +183,13 @@ impl Tally {
         }
     }
 
+    /// Records the largest magnitude of a virtual shard's gradient.
+    pub(crate) fn record_largest(&mut self, shard: usize, largest: f32) {
+        if let Some(noted) = self.shards.get_mut(shard) {
+            noted.largest = largest;
+        }
+    }
+
     /// Records the statistics of a virtual shard's channels.
     pub(crate) fn record_moments(&mut self, shard: usize, moments: &[ChannelMoments]) {
         if let Some(places) = self.moments.chunks_exact_mut(self.channels.max(1)).nth(shard)

@@ -526,6 +526,7 @@ impl Replica {
     ) -> Result<Option<Tally>> {
         let batch_rows = self.order.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
+        let form = self.reduction.form();
         let scale = loss_scale.map_or(1.0, LossScale::factor);
         let may_overflow = loss_scale.and_then(LossScale::lower).is_some();
         for (at, own) in passes.iter().enumerate() {
@@ -564,13 +565,19 @@ impl Replica {
                             hand_over(values)
                         })
                     }),
-                    None => engine.gradients_scaled(&shard, key, scale).map_err(ReduceError::Engine).map(
-                        |mut found| {
-                            self.groups.clear_frozen(&mut found.grad);
+                    None => {
+                        let found = match &form {
+                            Some(form) => engine.gradients_formed(&shard, key, scale, form),
+                            None => engine.gradients_scaled(&shard, key, scale).map(|mut found| {
+                                self.groups.clear_frozen(&mut found.grad);
+                                found
+                            }),
+                        };
+                        found.map_err(ReduceError::Engine).map(|found| {
                             note_overflow(&found.grad);
                             (found, Duration::ZERO)
-                        },
-                    ),
+                        })
+                    }
                 };
                 let (found, waited) = found.map_err(|error| match error {
                     ReduceError::Engine(error) => self.diverged_at(error, batch, range.start - first_slot),
@@ -581,15 +588,16 @@ impl Replica {
                     tally.overflow(part);
                     continue;
                 }
-                let largest = match overlaps {
-                    // No scale needs it.
-                    true => 0.0,
-                    false => self.reduction.add(found.grad).map_err(|error| self.not_finite(&error))?,
-                };
-                tally.shard(part, found.loss_sum, found.weight, largest);
+                tally.shard(part, found.loss_sum, found.weight, 0.0);
                 tally.record_moments(part, &found.moments);
                 tally.correct += found.correct;
                 tally.ignored += found.ignored;
+                if !overlaps {
+                    self.reduction.add(part, found).map_err(|error| self.not_finite(&error))?;
+                }
+            }
+            for (part, largest) in self.reduction.finish().map_err(|error| self.not_finite(&error))? {
+                tally.record_largest(part, largest);
             }
         }
         Ok(Some(tally))

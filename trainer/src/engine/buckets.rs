@@ -8,6 +8,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::EngineError;
+use super::products::{Factored, factored};
 use crate::graph::{Graph, Source, ValueId};
 
 /// Elements with which a bucket is full: the first one, and each later one. 1 MiB and 25 MiB of f32, as in PyTorch's
@@ -39,6 +40,11 @@ impl Bucket {
         self.members.iter().map(|member| member.range.len()).sum()
     }
 
+    /// The place of each of its parameters in the flat vector, in order.
+    pub(crate) fn places(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.members.iter().map(|member| &member.range)
+    }
+
     /// Adds the elements of its parameters in the flat vector `flat` to `values`, a gradient of this bucket.
     pub(crate) fn add_from(&self, flat: &[f32], values: &mut [f32]) {
         let mut start = 0;
@@ -65,6 +71,8 @@ impl Bucket {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Buckets {
     buckets: Vec<Bucket>,
+    /// For each node, the matrix whose gradient leaves as factors instead; nothing for nodes behind the end.
+    factored: Vec<Option<Factored>>,
     /// Elements of the flat vector, also of parameters in no bucket.
     flat_elements: usize,
 }
@@ -106,14 +114,35 @@ impl Buckets {
                 None => buckets.push(Bucket { members: vec![member], first_node }),
             }
         }
-        Buckets { buckets, flat_elements }
+        Buckets { buckets, factored: Vec::new(), flat_elements }
+    }
+
+    /// One bucket of the parameters that `trains` chooses, in the order of the flat vector. If `in_factors`, gradients of
+    /// weight matrices leave as factors instead ([`super::products`]). Their products are in 32 bits, so formats of 16
+    /// bits, which round each gradient, do without.
+    pub(crate) fn single(graph: &Graph, in_factors: bool, trains: impl Fn(&Range<usize>) -> bool) -> Buckets {
+        let mut members = members(graph);
+        let flat_elements = members.last().map_or(0, |member| member.range.end);
+        members.retain(|member| trains(&member.range));
+        let place_of = |value| {
+            let member = members.iter().find(|member| member.value == value)?;
+            Some(member.range.clone())
+        };
+        let factored = if in_factors { factored(graph, place_of) } else { Vec::new() };
+        members.retain(|member| factored.iter().flatten().all(|matrix| matrix.range != member.range));
+        Buckets { buckets: vec![Bucket { members, first_node: 0 }], factored, flat_elements }
     }
 
     /// One bucket of all parameters, which is the flat vector.
     pub(super) fn whole(graph: &Graph) -> Buckets {
         let members = members(graph);
         let flat_elements = members.last().map_or(0, |member| member.range.end);
-        Buckets { buckets: vec![Bucket { members, first_node: 0 }], flat_elements }
+        Buckets { buckets: vec![Bucket { members, first_node: 0 }], factored: Vec::new(), flat_elements }
+    }
+
+    /// The matrix whose gradient leaves as factors, and comes from the node at `position`.
+    pub(super) fn factored_at(&self, position: usize) -> Option<&Factored> {
+        self.factored.get(position)?.as_ref()
     }
 
     /// The buckets in order.

@@ -427,34 +427,45 @@ impl Plan {
 
 /// Elements of a matrix, with the steps between its rows and between its columns.
 type Matrix<'a> = (&'a [f32], [usize; 2]);
+type MatrixMut<'a> = (&'a mut [f32], [usize; 2]);
 
 /// Adds the product of an `m × k` and a `k × n` matrix to an `m × n` matrix, on this thread.
-fn multiply_add(
+fn multiply_add(sizes: [usize; 3], sum: MatrixMut<'_>, left: Matrix<'_>, right: Matrix<'_>) {
+    product(sizes, sum, true, left, right);
+}
+
+/// Writes the product of an `m × k` and a `k × n` matrix to an `m × n` matrix, on this thread.
+pub(super) fn multiply(sizes: [usize; 3], into: MatrixMut<'_>, left: Matrix<'_>, right: Matrix<'_>) {
+    product(sizes, into, false, left, right);
+}
+
+fn product(
     [m, n, k]: [usize; 3],
-    (sum, sum_steps): (&mut [f32], [usize; 2]),
+    (into, steps): MatrixMut<'_>,
+    adds: bool,
     left: Matrix<'_>,
     right: Matrix<'_>,
 ) {
     let holds = |elements: usize, rows: usize, columns: usize, steps: [usize; 2]| {
         rows == 0 || columns == 0 || (rows - 1) * steps[0] + (columns - 1) * steps[1] < elements
     };
-    assert!(holds(sum.len(), m, n, sum_steps), "the sum is too short for {m} × {n}");
+    assert!(holds(into.len(), m, n, steps), "the result is too short for {m} × {n}");
     assert!(holds(left.0.len(), m, k, left.1), "the left matrix is too short for {m} × {k}");
     assert!(holds(right.0.len(), k, n, right.1), "the right matrix is too short for {k} × {n}");
-    let [sum_row, sum_column] = sum_steps.map(|step| step as isize);
+    let [row, column] = steps.map(|step| step as isize);
     let [[left_row, left_column], [right_row, right_column]] =
         [left.1, right.1].map(|steps| steps.map(|step| step as isize));
-    // SAFETY: the assertions bound each element that the three matrices name by its slice, and `sum` is borrowed
+    // SAFETY: the assertions bound each element that the three matrices name by its slice, and `into` is borrowed
     // mutably, so that it overlaps neither of the others.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            sum.as_mut_ptr(),
-            sum_column,
-            sum_row,
-            true,
+            into.as_mut_ptr(),
+            column,
+            row,
+            adds,
             left.0.as_ptr(),
             left_column,
             left_row,

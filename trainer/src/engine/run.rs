@@ -11,7 +11,8 @@ use super::buckets::{Bucket, BucketFn, Buckets};
 use super::forward::forward;
 use super::kernels::Kernels;
 use super::order::Order;
-use super::tensor::{download, upload};
+use super::products::Product;
+use super::tensor::{dims, download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
 use crate::graph::{Graph, Input, Node, Op, ParamSpec, Source};
@@ -29,8 +30,8 @@ pub(super) trait Compute: Send + Sync {
     fn set_half(&mut self, half: Option<Half>);
     /// The output for checked, non-empty inputs, as in evaluation.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
-    /// Hands over the gradient in `buckets`, each as soon as it is complete. Returns the mean and variance of each
-    /// channel whose running statistics move. `loss_fn` turns the output into the gradient of the loss by the output.
+    /// Hands over the gradient in `buckets`, each as soon as it is complete, and returns the rest of it. `loss_fn` turns
+    /// the output into the gradient of the loss by the output.
     fn gradients(
         &self,
         inputs: &[f32],
@@ -39,7 +40,15 @@ pub(super) trait Compute: Send + Sync {
         buckets: &Buckets,
         hand_over: &mut BucketFn<'_, f32>,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Vec<[f32; 2]>, EngineError>;
+    ) -> Result<Trained<f32>, EngineError>;
+}
+
+/// What a computation in training mode gives, beside the gradient in buckets.
+pub(super) struct Trained<E> {
+    /// The mean and variance of each channel whose running statistics move.
+    pub(super) moments: Vec<[E; 2]>,
+    /// The gradients that leave as factors.
+    pub(super) products: Vec<Product<E>>,
 }
 
 /// Turns the output into the gradient of the loss with respect to the output.
@@ -259,8 +268,7 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         self.output(&self.trace(inputs, rows, None)?)
     }
 
-    /// Computes in training mode and differentiates. Hands over each bucket of the gradient as soon as it is complete, and
-    /// returns the moments.
+    /// Computes in training mode and differentiates. Hands over each bucket of the gradient as soon as it is complete.
     pub(super) fn train(
         &self,
         inputs: Vec<E>,
@@ -269,7 +277,7 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         buckets: &Buckets,
         hand_over: &mut BucketFn<'_, E>,
         loss_fn: &mut LossFn<'_, E>,
-    ) -> Result<Vec<[E; 2]>, EngineError> {
+    ) -> Result<Trained<E>, EngineError> {
         let mut trace = self.trace(inputs, rows, Some(key))?;
         let slope = loss_fn(&self.output(&trace)?)?;
         let values = self.graph.values();
@@ -277,7 +285,9 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         let mut grads: Vec<Option<FloatTensor<B>>> = vec![None; values.len()];
         let shape = shape_of(&values[output].dims, rows);
         grads[output] = Some(upload::<B, E>(slope, &shape, &self.device));
-        let mut buckets = buckets.iter().peekable();
+        let plan = buckets;
+        let mut buckets = plan.iter().peekable();
+        let mut products = Vec::new();
         for (position, node) in self.graph.nodes().iter().enumerate().rev() {
             while let Some(complete) = buckets.next_if(|bucket| bucket.first_node > position) {
                 hand_over(self.collect(complete, &mut grads)?)?;
@@ -304,7 +314,13 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
             };
             let output = self.read(&trace.values, &[node.output])?;
             trace.values[node.output] = None;
-            let needs_gradient: Vec<bool> = node.inputs.iter().map(|id| values[*id].trained).collect();
+            let mut needs_gradient: Vec<bool> = node.inputs.iter().map(|id| values[*id].trained).collect();
+            if let Some(matrix) = plan.factored_at(position) {
+                let rows = dims::<B>(&grad)[0];
+                products.push(Product::new(matrix, rows, self.host(&inputs[0])?, self.host(&grad)?));
+                // The right one is the matrix.
+                needs_gradient[1] = false;
+            }
             let step = Step {
                 op: &node.op,
                 inputs: &inputs,
@@ -329,7 +345,14 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         for complete in buckets {
             hand_over(self.collect(complete, &mut grads)?)?;
         }
-        self.moments(trace.moments)
+        Ok(Trained { moments: self.moments(trace.moments)?, products })
+    }
+
+    /// The elements of a tensor, row-major.
+    fn host(&self, tensor: &FloatTensor<B>) -> Result<Vec<E>, EngineError> {
+        let mut elements = Vec::new();
+        download::<B, E>(tensor.clone(), &mut elements).map_err(|reason| self.failed(reason))?;
+        Ok(elements)
     }
 
     /// The mean and the variance of each channel, in one transfer.
@@ -395,7 +418,7 @@ impl<B: Kernels> Compute for Interpreter<B, f32> {
         buckets: &Buckets,
         hand_over: &mut BucketFn<'_, f32>,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Vec<[f32; 2]>, EngineError> {
+    ) -> Result<Trained<f32>, EngineError> {
         self.train(inputs.to_vec(), rows, key, buckets, hand_over, loss_fn)
     }
 }

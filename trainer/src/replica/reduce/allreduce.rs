@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::{ReduceError, Reduced, Reduction};
 use crate::collective::{self, Ring};
-use crate::engine::{BucketFn, Buckets, EngineError};
+use crate::engine::{BucketFn, Buckets, EngineError, ShardGradients};
 use crate::fixed::FixedError;
 use crate::ledger::Tally;
 use crate::wide::wide;
@@ -108,14 +108,14 @@ impl Reduction for Allreduce {
         self.sum = Vec::new();
     }
 
-    fn add(&mut self, grad: Vec<f32>) -> Result<f32, FixedError> {
+    fn add(&mut self, _part: usize, found: ShardGradients) -> Result<(), FixedError> {
         if self.sum.is_empty() {
-            self.sum = grad;
+            self.sum = found.grad;
         } else {
-            self.sum.iter_mut().zip(grad).for_each(|(sum, value)| *sum += value);
+            self.sum.iter_mut().zip(found.grad).for_each(|(sum, value)| *sum += value);
         }
         // No scale needs the largest magnitude.
-        Ok(0.0)
+        Ok(())
     }
 
     fn in_buckets(&mut self, world: usize) -> Option<&mut Allreduce> {

@@ -169,11 +169,11 @@ fn one_bucket_earlier_passes_and_frozen_parameters_add_up() {
             let mut allreduce = Allreduce::new(2, buckets);
             let mut ring = ring(collective, (1, rank), addresses, &CancellationToken::new());
             allreduce.clear(elements);
-            let mut first = whole(&engine, rank, 50);
+            let mut first = engine.gradients(&rows(rank, 50)).unwrap();
             if !is_whole {
-                first[frozen.clone()].fill(0.0);
+                first.grad[frozen.clone()].fill(0.0);
             }
-            allreduce.add(first).unwrap();
+            allreduce.add(rank, first).unwrap();
             overlapped(&engine, &mut allreduce, rank, &mut ring, [&nothing, &nothing]).unwrap();
             sum(&mut allreduce)
         });
