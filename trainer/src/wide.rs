@@ -1,9 +1,9 @@
 //! Loops compiled for the wider vectors that a processor has.
 //!
-//! The program is built for the oldest processors of its kind. A function in [`wide`] is compiled again with AVX2 and with
-//! AVX-512. It does the same operations on each element, so that its results have the same bits.
+//! The program is built for the oldest processors of its kind. A function in [`wide`] is compiled a second time with
+//! AVX2. It does the same operations on each element, so that its results have the same bits.
 
-/// Defines a function that runs with AVX-512 or AVX2 where the processor has it. Its callees should be `#[inline(always)]`.
+/// Defines a function that runs with AVX2 where the processor has it. Its callees should be `#[inline(always)]`.
 macro_rules! wide {
     ($(#[$attribute:meta])* $visible:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block) => {
         $(#[$attribute])*
@@ -17,14 +17,6 @@ macro_rules! wide {
                 #[target_feature(enable = "avx2")]
                 fn with_avx2($($argument: $type),*) $(-> $result)? {
                     plain($($argument),*)
-                }
-                #[target_feature(enable = "avx512f,avx512dq")]
-                fn with_avx512($($argument: $type),*) $(-> $result)? {
-                    plain($($argument),*)
-                }
-                if std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("avx512dq") {
-                    // SAFETY: the processor has both features that the function needs.
-                    return unsafe { with_avx512($($argument),*) };
                 }
                 if std::arch::is_x86_feature_detected!("avx2") {
                     // SAFETY: the processor has AVX2, the only feature that the function needs.
