@@ -17,6 +17,8 @@ use crate::graph::{Binary, ConvSpec, Op, Unary};
 pub(super) struct Step<'a, B: Backend> {
     pub(super) op: &'a Op,
     pub(super) inputs: &'a [FloatTensor<B>],
+    /// The transpose of the second input, where it is held ready.
+    pub(super) turned: Option<&'a FloatTensor<B>>,
     pub(super) output: &'a FloatTensor<B>,
     /// What the forward computation kept.
     pub(super) kept: Option<&'a Kept<B>>,
@@ -222,7 +224,8 @@ fn matmul<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<Fl
     };
     let [left, right] = [&step.inputs[0], &step.inputs[1]];
     let left_grad = step.needs_gradient[0].then(|| {
-        let full = B::float_matmul(grad.clone(), turned(right));
+        let right = step.turned.cloned().unwrap_or_else(|| turned(right));
+        let full = B::float_matmul(grad.clone(), right);
         reduce_to::<B>(full, &dims::<B>(left))
     });
     let right_grad = step.needs_gradient[1].then(|| {

@@ -18,6 +18,8 @@ const COLUMNS_MAX: usize = 1 << 16;
 /// Fewest images whose weight gradients one thread adds up, and most such sums.
 const GROUP: usize = 8;
 const GROUPS_MAX: usize = 64;
+/// Rows and columns that a transposition moves at a time.
+const TRANSPOSED: usize = 32;
 /// Most elements of a row of columns; larger ones are left to the backend.
 const ROW_MAX: usize = 1 << 26;
 
@@ -35,6 +37,12 @@ pub(super) trait Kernels: Backend {
     /// The f32 elements of a product of the format `half`.
     fn widen(x: FloatTensor<Self>, _half: Half) -> FloatTensor<Self> {
         Self::float_cast(x, FloatDType::F32)
+    }
+
+    /// The transpose of the matrix `x` with its rows one after another; none if products of this backend read a view as
+    /// fast.
+    fn transpose(_x: &FloatTensor<Self>) -> Option<FloatTensor<Self>> {
+        None
     }
 
     /// The convolution of `x`.
@@ -96,6 +104,18 @@ impl Kernels for Flex {
         Self::narrow(x, half)
     }
 
+    /// The matrix kernels pack a right factor whose columns are apart element by element, which takes longer than a
+    /// product with few rows.
+    fn transpose(x: &FlexTensor) -> Option<FlexTensor> {
+        let [height, width] = *x.layout().shape().as_slice() else { return None };
+        if x.dtype() != DType::F32 || height * width == 0 {
+            return None;
+        }
+        let x = x.to_contiguous();
+        let values = transposed(x.storage(), width);
+        Some(FlexTensor::from_data(TensorData::new(values, Shape::from(vec![width, height]))))
+    }
+
     fn convolution(
         x: FlexTensor,
         weight: FlexTensor,
@@ -152,6 +172,24 @@ impl Kernels for Flex {
         let values = FlexTensor::from_data(TensorData::new(values, shape.clone()));
         (values, FlexTensor::from_data(TensorData::new(places, shape)))
     }
+}
+
+/// The transpose of a matrix with rows of `width` elements.
+fn transposed(matrix: &[f32], width: usize) -> Vec<f32> {
+    let height = matrix.len() / width;
+    let mut turned = vec![0.0; matrix.len()];
+    // Blocks of rows and columns stay in the first-level cache.
+    for first_row in (0..height).step_by(TRANSPOSED) {
+        for first_column in (0..width).step_by(TRANSPOSED) {
+            let columns = first_column..(first_column + TRANSPOSED).min(width);
+            for row in first_row..(first_row + TRANSPOSED).min(height) {
+                let values = &matrix[row * width..][columns.clone()];
+                let places = turned[first_column * height + row..].iter_mut().step_by(height);
+                places.zip(values).for_each(|(place, value)| *place = *value);
+            }
+        }
+    }
+    turned
 }
 
 /// The largest element of each window of planes of `size`, and its place in its plane.
@@ -487,6 +525,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn transposes_of_any_size_have_rows_for_columns() {
+        for [height, width] in [[1, 1], [1, 70], [70, 1], [32, 64], [33, 95]] {
+            let matrix: Vec<f32> = (0..height * width).map(|at| at as f32).collect();
+            let turned = transposed(&matrix, width);
+            for (at, value) in turned.iter().enumerate() {
+                let (column, row) = (at / height, at % height);
+                assert_eq!(*value, matrix[row * width + column], "{height} × {width}: {row}, {column}");
+            }
+        }
+    }
 
     fn tensor(shape: [usize; 4], seed: usize) -> FlexTensor {
         let values: Vec<f32> =

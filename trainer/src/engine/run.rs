@@ -67,6 +67,8 @@ pub(super) struct Interpreter<B: Backend, E> {
     half: Option<Half>,
     /// In this format: the resident values that products read.
     narrowed: Vec<Option<FloatTensor<B>>>,
+    /// For the backends that gain from it: the transposes of resident matrices that are right factors of products.
+    turned: Vec<Option<FloatTensor<B>>>,
     elements: PhantomData<fn() -> E>,
 }
 
@@ -103,8 +105,9 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         }
         let frozen = vec![false; graph.normalizations().len()];
         let narrowed = vec![None; resident.len()];
+        let turned = vec![None; resident.len()];
         let half = None;
-        Interpreter { graph, device, label, resident, frozen, half, narrowed, elements: PhantomData }
+        Interpreter { graph, device, label, resident, frozen, half, narrowed, turned, elements: PhantomData }
     }
 
     fn failed(&self, reason: impl Into<String>) -> EngineError {
@@ -150,8 +153,32 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 *resident = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
             }
         }
+        self.turn_resident();
         self.narrow_resident();
         Ok(())
+    }
+
+    /// Transposes the matrices that are right factors, once for all shards: a product reads one form and its derivative the
+    /// other.
+    fn turn_resident(&mut self) {
+        let graph = Arc::clone(&self.graph);
+        let is_param = |id: usize| matches!(graph.values()[id].source, Source::Param(_));
+        for node in graph.nodes() {
+            match (&node.op, &node.inputs[..]) {
+                // Its reader follows in the order of the graph.
+                (Op::Permute(axes), [matrix]) if axes[..] == [1, 0] && is_param(*matrix) => {
+                    let turned = self.resident[*matrix].as_ref().and_then(B::transpose);
+                    if turned.is_some() {
+                        self.turned[node.output].clone_from(&self.resident[*matrix]);
+                    }
+                    self.resident[node.output] = turned;
+                }
+                (Op::MatMul, [left, matrix]) if is_param(*matrix) && graph.values()[*left].trained => {
+                    self.turned[*matrix] = self.resident[*matrix].as_ref().and_then(B::transpose);
+                }
+                _ => {}
+            }
+        }
     }
 
     /// Narrows the resident values that products read, once for all shards.
@@ -203,7 +230,7 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         let mut all_kept = Vec::with_capacity(self.graph.nodes().len());
         let mut moments = Vec::new();
         for node in self.graph.nodes() {
-            if self.graph.determined().is(node.output) {
+            if self.resident[node.output].is_some() || self.graph.determined().is(node.output) {
                 all_kept.push(None);
                 continue;
             }
@@ -321,9 +348,11 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 // The right one is the matrix.
                 needs_gradient[1] = false;
             }
+            let turned = node.inputs.get(1).filter(|_| half.is_none());
             let step = Step {
                 op: &node.op,
                 inputs: &inputs,
+                turned: turned.and_then(|id| self.turned[*id].as_ref()),
                 output: &output[0],
                 kept: trace.kept[position].as_ref(),
                 needs_gradient: &needs_gradient,
