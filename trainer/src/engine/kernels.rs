@@ -178,17 +178,19 @@ impl Kernels for Flex {
 fn transposed(matrix: &[f32], width: usize) -> Vec<f32> {
     let height = matrix.len() / width;
     let mut turned = vec![0.0; matrix.len()];
-    // Blocks of rows and columns stay in the first-level cache.
-    for first_row in (0..height).step_by(TRANSPOSED) {
-        for first_column in (0..width).step_by(TRANSPOSED) {
-            let columns = first_column..(first_column + TRANSPOSED).min(width);
+    turned.par_chunks_mut(TRANSPOSED * height).enumerate().for_each(|(block, turned)| {
+        let first_column = block * TRANSPOSED;
+        let columns = first_column..(first_column + TRANSPOSED).min(width);
+        // A block of rows and columns stays in the first-level cache.
+        for first_row in (0..height).step_by(TRANSPOSED) {
             for row in first_row..(first_row + TRANSPOSED).min(height) {
-                let values = &matrix[row * width..][columns.clone()];
-                let places = turned[first_column * height + row..].iter_mut().step_by(height);
-                places.zip(values).for_each(|(place, value)| *place = *value);
+                let places = turned[row..].iter_mut().step_by(height);
+                places
+                    .zip(&matrix[row * width..][columns.clone()])
+                    .for_each(|(place, value)| *place = *value);
             }
         }
-    }
+    });
     turned
 }
 
