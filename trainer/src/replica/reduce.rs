@@ -111,7 +111,7 @@ pub(super) fn of(job: &JobFile, engine: &Engine, groups: &Groups) -> Result<Box<
             let form = Buckets::single(engine.graph(), in_factors, |range| groups.trains(range));
             Box::new(Strict::new(job.step_shards(), form)?)
         }
-        Strategy::Allreduce => {
+        Strategy::Allreduce(_) => {
             let buckets = Buckets::new(engine.graph(), |range| groups.trains(range));
             Box::new(Allreduce::new(job.accumulate_steps, buckets))
         }
