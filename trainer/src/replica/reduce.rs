@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::collective::{self, Ring};
+use crate::collective::{self, GradientLinks, Ring};
 use crate::engine::{Buckets, Device, Engine, EngineError, ShardGradients};
 use crate::fixed::FixedError;
 use crate::job::JobFile;
@@ -82,6 +82,9 @@ pub(super) trait Reduction: Send {
     fn in_buckets(&mut self, _world: usize) -> Option<&mut Allreduce> {
         None
     }
+
+    /// Sums gradients over `links` from now on, or over the ring if none. A strategy without buckets ignores it.
+    fn connect(&mut self, _links: Option<Box<dyn GradientLinks>>) {}
 
     /// Sums gradients and tallies over all ranks: the same result on every rank.
     fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError>;
