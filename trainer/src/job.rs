@@ -156,9 +156,8 @@ pub struct JobFile {
     #[serde(default = "default_accumulate_steps", skip_serializing_if = "is_one")]
     pub accumulate_steps: usize,
     /// How gradients become one update: `"strict"`, the same model for any number of workers, or `"allreduce"`, one
-    /// pass per worker and float sums, which is faster. A table with `name` says the same; its key `collective` says
-    /// what sums the floats of `"allreduce"`: `"tcp"`, the workers' ring, or `"nccl"`, NVIDIA's library between GPUs
-    /// (unproven: no machine with an NVIDIA GPU has run this yet). Another value is another run.
+    /// pass per worker and float sums, which is faster. A table with `name` says the same; its `collective` is `"tcp"` or
+    /// `"nccl"` (unproven: no NVIDIA GPU has run it).
     #[serde(default, skip_serializing_if = "Strategy::is_default")]
     pub strategy: Strategy,
     /// The numbers of matrix products and convolutions in training: `"fp32"`, `"bf16"` or `"fp16"`. Weights, optimizer,
