@@ -30,7 +30,8 @@ impl Replica {
     ) -> Result<()> {
         // Ends that of the former epoch.
         self.reduction.connect(None);
-        let (Strategy::Allreduce(Backend::Nccl), Device::Cuda(ordinal)) = (self.job.strategy, self.job.device)
+        let (Strategy::Allreduce(Backend::Nccl), Device::Cuda(ordinal)) =
+            (self.job.strategy, self.job.device)
         else {
             return Ok(());
         };
