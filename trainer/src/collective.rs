@@ -6,6 +6,8 @@
 //! unusable after its first error: drop it and form the next one. When a rank is missing, every other rank
 //! learns its number.
 //!
+//! `nccl` sums gradients between GPUs instead, where a job asks for it. All else stays on the ring.
+//!
 //! All operations block the calling thread (never call them from async code) and end early when
 //! the cancellation token given to [`Collective::form`] is cancelled.
 
@@ -13,6 +15,8 @@ mod element;
 mod error;
 mod form;
 pub(crate) mod frame;
+mod gradients;
+pub(crate) mod nccl;
 mod ring;
 mod seal;
 #[cfg(test)]
@@ -27,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use element::{Dtype, Element};
 pub use error::Error;
+pub(crate) use gradients::GradientLinks;
 pub use ring::Ring;
 
 /// The most ranks a ring may have.
@@ -110,6 +115,11 @@ impl Collective {
     /// Changes the options of rings that are formed later.
     pub fn set_options(&mut self, options: Options) {
         self.options = options;
+    }
+
+    /// The options of rings that are formed later.
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
     }
 
     /// The address at which this process listens.

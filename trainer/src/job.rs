@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::init::ModelSpec;
 use crate::optim::{EmaConfig, OptimizerConfig};
 use crate::precision::Precision;
-use crate::strategy::Strategy;
+use crate::strategy::{Backend, Strategy};
 use crate::teacher;
 
 mod computation;
@@ -156,7 +156,8 @@ pub struct JobFile {
     #[serde(default = "default_accumulate_steps", skip_serializing_if = "is_one")]
     pub accumulate_steps: usize,
     /// How gradients become one update: `"strict"`, the same model for any number of workers, or `"allreduce"`, one
-    /// pass per worker and float sums, which is faster. A table with `name` says the same.
+    /// pass per worker and float sums, which is faster. A table with `name` says the same; its `collective` is `"tcp"` or
+    /// `"nccl"` (unproven: no NVIDIA GPU has run it).
     #[serde(default, skip_serializing_if = "Strategy::is_default")]
     pub strategy: Strategy,
     /// The numbers of matrix products and convolutions in training: `"fp32"`, `"bf16"` or `"fp16"`. Weights, optimizer,
@@ -430,6 +431,13 @@ impl JobFile {
         }
         if self.loss_target.is_some_and(|target| !target.is_finite() || target < 0.0) {
             return Err("loss_target must be a number of at least 0".to_owned());
+        }
+        if self.strategy == Strategy::Allreduce(Backend::Nccl) && self.device == Device::Cpu {
+            return Err(
+                "strategy.collective = \"nccl\" sums on GPUs, and device = \"cpu\": set device = \"cuda\", or collective = \
+                 \"tcp\""
+                    .to_owned(),
+            );
         }
         self.loss.check()?;
         if self.standardize_labels && self.loss.kind().counts_classes() {

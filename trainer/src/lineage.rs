@@ -73,6 +73,7 @@ impl Lineage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::strategy::Backend;
 
     /// The lineage after a step in each of these rings.
     fn after(first: &Lineage, rings: &[(&str, u64)]) -> Lineage {
@@ -86,7 +87,7 @@ mod tests {
 
     #[test]
     fn states_are_of_one_lineage_if_the_same_rings_computed_their_steps() {
-        let first = Lineage::new(Strategy::Allreduce);
+        let first = Lineage::new(Strategy::Allreduce(Backend::Tcp));
         let same = |a: &Lineage, b: &Lineage| a.digest() == b.digest();
         let both = after(&first, &[("a", 1), ("a", 2)]);
         assert!(same(&both, &after(&first, &[("a", 1), ("a", 2)])));
@@ -103,7 +104,7 @@ mod tests {
         later.advance();
         assert!(!same(&both, &later));
         // A state that was read, and one that was taken over.
-        let mut read = Lineage::new(Strategy::Allreduce);
+        let mut read = Lineage::new(Strategy::Allreduce(Backend::Tcp));
         read.begin(b"weights");
         assert!(!same(&read, &first) && !same(&read, &both));
         read.take(both.digest().to_vec());

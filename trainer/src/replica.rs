@@ -29,6 +29,7 @@ use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
 
+mod links;
 mod reduce;
 mod saving;
 mod writer;
@@ -68,6 +69,8 @@ pub(crate) struct Replica {
     /// The moving average of the weights, if the job keeps one.
     average: Option<Average>,
     reduction: Box<dyn Reduction>,
+    /// Membership epochs in a row whose GPUs could not be connected.
+    failed_links: u32,
     /// The scale of the loss in the next step, for a precision that needs one.
     loss_scale: Option<LossScale>,
     ledger: Ledger,
@@ -104,6 +107,7 @@ impl Replica {
             let _context = runtime.enter();
             source::open_feed(&job, &order, &datasets, config.feed_cache_bytes, Use::Training)?
         };
+        links::check(&job)?;
         let checkpoints = Checkpoints {
             view: open_output(&sources.datafs, &job)?,
             job: job.name.to_string(),
@@ -141,6 +145,7 @@ impl Replica {
             best: None,
             best_states: Vec::new(),
             reduction,
+            failed_links: 0,
             loss_scale: LossScale::of(job.precision),
             ledger: Ledger::default(),
             step: 0,

@@ -18,7 +18,7 @@ const STATISTICS_MAX: usize = 1 << 27;
 fn parts_max(job: &JobFile, workers_max: usize) -> usize {
     match job.strategy {
         Strategy::Strict => job.virtual_shards,
-        Strategy::Allreduce => workers_max.max(1),
+        Strategy::Allreduce(_) => workers_max.max(1),
     }
 }
 
@@ -40,13 +40,13 @@ pub(crate) fn check(engine: &Engine, job: &JobFile, workers_max: usize) -> Resul
     // The number and the key that changes it.
     let (count, key) = match job.strategy {
         Strategy::Strict => (format!("virtual_shards = {parts}"), "virtual_shards"),
-        Strategy::Allreduce => (format!("up to {parts} workers"), "workers_max"),
+        Strategy::Allreduce(_) => (format!("up to {parts} workers"), "workers_max"),
     };
     let rows = rows_min(job, parts);
     engine.check_shard_rows(rows).map_err(|error| {
         let remedy = match job.strategy {
             Strategy::Strict => "",
-            Strategy::Allreduce => {
+            Strategy::Allreduce(_) => {
                 "; with the strategy allreduce, that is the share of a worker: lower workers_max"
             }
         };

@@ -15,7 +15,27 @@ pub enum Strategy {
     /// One pass of each worker over its rows of the batch, and sums of floating-point numbers: faster, with a
     /// result that depends on the number of workers: by rounding, and by the rows of which batch normalisations in
     /// training take statistics.
-    Allreduce,
+    Allreduce(Backend),
+}
+
+/// What sums the gradients of [`Strategy::Allreduce`]. Each rounds in an order of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Backend {
+    /// The ring of TCP connections between the workers.
+    #[default]
+    Tcp,
+    /// NVIDIA's NCCL, between GPUs. The ring still sums rows, losses and counts.
+    Nccl,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Backend::Tcp => "tcp",
+            Backend::Nccl => "nccl",
+        })
+    }
 }
 
 impl Strategy {
@@ -32,35 +52,48 @@ enum Word {
     Allreduce,
 }
 
-/// The table of a strategy; none has settings yet.
-#[derive(Deserialize)]
+/// The table of a strategy.
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Table {
     name: Word,
+    #[serde(default)]
+    collective: Option<Backend>,
 }
 
 impl From<Word> for Strategy {
     fn from(word: Word) -> Strategy {
         match word {
             Word::Strict => Strategy::Strict,
-            Word::Allreduce => Strategy::Allreduce,
+            Word::Allreduce => Strategy::Allreduce(Backend::default()),
         }
     }
 }
 
-impl From<Strategy> for Word {
-    fn from(strategy: Strategy) -> Word {
-        match strategy {
-            Strategy::Strict => Word::Strict,
-            Strategy::Allreduce => Word::Allreduce,
+impl Table {
+    /// The strategy; otherwise why its keys do not fit together.
+    fn strategy(&self) -> Result<Strategy, String> {
+        match (&self.name, self.collective) {
+            (Word::Strict, Some(backend)) => Err(format!(
+                "strategy.collective = \"{backend}\" needs name = \"allreduce\": strict sums integers over TCP; set that \
+                 name, or leave collective out"
+            )),
+            (Word::Strict, None) => Ok(Strategy::Strict),
+            (Word::Allreduce, backend) => Ok(Strategy::Allreduce(backend.unwrap_or_default())),
         }
     }
 }
 
-// A word where a strategy has no settings: digests of jobs contain it.
+// A word where all settings have their defaults: digests of jobs contain it.
 impl Serialize for Strategy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Word::from(*self).serialize(serializer)
+        match self {
+            Strategy::Strict => Word::Strict.serialize(serializer),
+            Strategy::Allreduce(Backend::Tcp) => Word::Allreduce.serialize(serializer),
+            Strategy::Allreduce(backend) => {
+                Table { name: Word::Allreduce, collective: Some(*backend) }.serialize(serializer)
+            }
+        }
     }
 }
 
@@ -79,7 +112,8 @@ impl<'de> Deserialize<'de> for Strategy {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Strategy, A::Error> {
-                Table::deserialize(MapAccessDeserializer::new(map)).map(|table| table.name.into())
+                let table = Table::deserialize(MapAccessDeserializer::new(map))?;
+                table.strategy().map_err(serde::de::Error::custom)
             }
         }
         deserializer.deserialize_any(WordOrTable)

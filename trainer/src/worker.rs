@@ -278,6 +278,7 @@ fn epoch(
     if lead {
         replica.check_last_due()?;
     }
+    replica.connect(collective, &mut ring, &formed.abort)?;
     loop {
         if replica.evaluation_due()
             && let Some(end) = evaluate(replica, session, &mut ring, lead)?

@@ -57,6 +57,16 @@ pub enum Error {
         /// The violation.
         reason: String,
     },
+    /// NCCL failed, or did not answer in time. It does not tell which rank is missing.
+    #[error("NCCL did not {what} in membership epoch {epoch}: {reason}")]
+    Nccl {
+        /// The membership epoch.
+        epoch: u64,
+        /// The operation, for a sum with its step and bucket.
+        what: String,
+        /// NCCL's error, or how long this rank waited.
+        reason: String,
+    },
     /// The membership epoch is over: it was cancelled, or the ring failed earlier.
     #[error("membership epoch {epoch} is over")]
     Aborted {
@@ -103,7 +113,11 @@ impl Error {
     pub fn is_retryable(&self) -> bool {
         matches!(
             self,
-            Error::PeerLost { .. } | Error::Timeout { .. } | Error::Protocol { .. } | Error::Aborted { .. }
+            Error::PeerLost { .. }
+                | Error::Timeout { .. }
+                | Error::Protocol { .. }
+                | Error::Nccl { .. }
+                | Error::Aborted { .. }
         )
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::{JobFile, ModelSource, Output, Shuffle};
 use crate::engine::{Device, Loss};
 use crate::precision::Precision;
-use crate::strategy::Strategy;
+use crate::strategy::{Backend, Strategy};
 
 const MINIMAL: &str =
     "name = \"j\"\ndataset = \"d@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
@@ -146,7 +146,7 @@ fn digest_covers_the_computation_but_not_the_budget() {
         JobFile { device: Device::Cuda(0), ..job.clone() },
         JobFile { loss: Loss::Mse.into(), ..job.clone() },
         JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
-        JobFile { strategy: Strategy::Allreduce, ..job.clone() },
+        JobFile { strategy: Strategy::Allreduce(Backend::Tcp), ..job.clone() },
         JobFile { precision: Precision::Bf16, ..job.clone() },
         JobFile { filter: Some("z = 1".into()), ..job.clone() },
         JobFile { rows_per_epoch: Some("0.5".parse().unwrap()), ..job.clone() },
@@ -278,7 +278,8 @@ fn losses_are_words_or_tables() {
 
 #[test]
 fn strategies_are_words_or_tables() {
-    for (word, strategy) in [("strict", Strategy::Strict), ("allreduce", Strategy::Allreduce)] {
+    let allreduce = Strategy::Allreduce(Backend::Tcp);
+    for (word, strategy) in [("strict", Strategy::Strict), ("allreduce", allreduce)] {
         for lines in [
             format!("strategy = \"{word}\""),
             format!("strategy = {{ name = \"{word}\" }}"),
@@ -300,6 +301,23 @@ fn strategies_are_words_or_tables() {
 }
 
 #[test]
+fn the_collective_of_allreduce_is_part_of_the_computation() {
+    let line = |collective: &str| {
+        format!("device = \"cuda\"\nstrategy = {{ name = \"allreduce\", collective = \"{collective}\" }}")
+    };
+    let nccl = with(&line("nccl"));
+    assert_eq!(nccl.strategy, Strategy::Allreduce(Backend::Nccl));
+    let json = serde_json::to_value(&nccl).unwrap();
+    assert_eq!(json["strategy"], serde_json::json!({ "name": "allreduce", "collective": "nccl" }));
+    assert_eq!(serde_json::from_value::<JobFile>(json).unwrap(), nccl);
+    // The value at its default changes no id.
+    let plain = with("device = \"cuda\"\nstrategy = \"allreduce\"");
+    assert_eq!(with(&line("tcp")), plain);
+    assert_ne!(nccl.digest("m", "d"), plain.digest("m", "d"));
+    assert_ne!(nccl.former_digest("m", "d"), plain.former_digest("m", "d"));
+}
+
+#[test]
 fn new_keys_are_checked_and_named() {
     for (lines, words) in [
         ("loss = { kind = \"hinge\" }", ["line 6", "hinge"]),
@@ -310,6 +328,12 @@ fn new_keys_are_checked_and_named() {
         ("strategy = true", ["line 6", "\"allreduce\""]),
         ("strategy = {}", ["line 6", "name"]),
         ("[strategy]\nname = \"allreduce\"\ncompress = 8", ["line 8", "compress"]),
+        ("[strategy]\nname = \"allreduce\"\ncollective = \"mpi\"", ["mpi", "nccl"]),
+        ("[strategy]\nname = \"strict\"\ncollective = \"nccl\"", ["collective = \"nccl\"", "\"allreduce\""]),
+        (
+            "[strategy]\nname = \"allreduce\"\ncollective = \"nccl\"",
+            ["collective = \"nccl\"", "device = \"cuda\""],
+        ),
         (
             "loss = { kind = \"cross_entropy\", label_smoothing = 1.5 }",
             ["loss.label_smoothing = 1.5", "0 to 1"],

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::collective::{self, Ring};
+use crate::collective::{self, GradientLinks, Ring};
 use crate::engine::{Buckets, Device, Engine, EngineError, ShardGradients};
 use crate::fixed::FixedError;
 use crate::job::JobFile;
@@ -83,6 +83,9 @@ pub(super) trait Reduction: Send {
         None
     }
 
+    /// Sums gradients over `links` from now on, or over the ring if none. A strategy without buckets ignores it.
+    fn connect(&mut self, _links: Option<Box<dyn GradientLinks>>) {}
+
     /// Sums gradients and tallies over all ranks: the same result on every rank.
     fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError>;
 
@@ -111,7 +114,7 @@ pub(super) fn of(job: &JobFile, engine: &Engine, groups: &Groups) -> Result<Box<
             let form = Buckets::single(engine.graph(), in_factors, |range| groups.trains(range));
             Box::new(Strict::new(job.step_shards(), form)?)
         }
-        Strategy::Allreduce => {
+        Strategy::Allreduce(_) => {
             let buckets = Buckets::new(engine.graph(), |range| groups.trains(range));
             Box::new(Allreduce::new(job.accumulate_steps, buckets))
         }

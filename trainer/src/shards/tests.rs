@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::{Device, Loss};
+use crate::strategy::Backend;
 
 const MODEL: &[u8] = include_bytes!("../engine/tests/data/batchnorm-17.onnx");
 
@@ -47,8 +48,8 @@ fn smallest_shard_decides() {
 
 #[test]
 fn with_allreduce_the_share_of_a_worker_decides() {
-    let of =
-        |batch_rows, workers_max| checked_with(Strategy::Allreduce, batch_rows, 12, workers_max, [false; 4]);
+    let strategy = Strategy::Allreduce(Backend::Tcp);
+    let of = |batch_rows, workers_max| checked_with(strategy, batch_rows, 12, workers_max, [false; 4]);
     // Twelve virtual shards of these batches would have one row.
     assert_eq!(of(13, 1).unwrap(), 13);
     assert_eq!(of(13, 2).unwrap(), 6);

@@ -30,6 +30,7 @@ use crate::scaling;
 use crate::shards;
 use crate::source::{self, DataFacts, Sources, Use};
 use crate::state::RunState;
+use crate::strategy::{Backend, Strategy};
 use crate::teacher;
 use crate::validation::{self, Validator};
 
@@ -59,6 +60,14 @@ impl Crew {
                 (local, places)
             }
         };
+        if job.strategy == Strategy::Allreduce(Backend::Nccl) && local > 1 {
+            return Err(unfit(format!(
+                "strategy.collective = \"nccl\" takes one worker per GPU, and {local} workers of this machine would share \
+                 device = \"{}\": set workers = 1 (--workers-local 1) and let workers of other machines join with millrace \
+                 train --listen, or set collective = \"tcp\"",
+                job.device
+            )));
+        }
         let min = job.workers_min.unwrap_or(1);
         if min > local + places {
             return Err(unfit(format!(

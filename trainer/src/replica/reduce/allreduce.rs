@@ -1,4 +1,5 @@
-//! Sums of f32 for the strategy `allreduce`: the ring sums a gradient in buckets while the engine computes the rest.
+//! Sums of f32 for the strategy `allreduce`: a gradient is summed in buckets while the engine computes the rest, by the
+//! ring or by the links of the membership epoch. The tally stays on the ring.
 //!
 //! All ranks have the same [`Buckets`] and sum them in their order, then the tally. So the bits of a sum depend on the
 //! number of ranks, and not on the time at which a bucket is complete.
@@ -8,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{ReduceError, Reduced, Reduction};
-use crate::collective::{self, Ring};
+use crate::collective::{self, GradientLinks, Ring};
 use crate::engine::{BucketFn, Buckets, EngineError, ShardGradients};
 use crate::fixed::FixedError;
 use crate::ledger::Tally;
@@ -24,11 +25,13 @@ pub(in crate::replica) struct Allreduce {
     buckets: Buckets,
     /// The sum of this rank's passes; bucket by bucket, that of all ranks takes its place.
     sum: Vec<f32>,
+    /// What sums buckets in place of the ring.
+    links: Option<Box<dyn GradientLinks>>,
 }
 
 impl Allreduce {
     pub(super) fn new(passes: usize, buckets: Buckets) -> Allreduce {
-        Allreduce { passes, buckets, sum: Vec::new() }
+        Allreduce { passes, buckets, sum: Vec::new(), links: None }
     }
 
     /// Runs `compute`, which hands over this rank's last gradient in buckets, and meanwhile sums each of them over all
@@ -41,8 +44,12 @@ impl Allreduce {
         ring: &mut Ring<'_>,
         compute: impl FnOnce(&Buckets, &mut BucketFn<'_, f32>) -> Result<T, EngineError>,
     ) -> Result<(T, Duration), ReduceError> {
-        let Allreduce { buckets, sum, .. } = self;
+        let Allreduce { buckets, sum, links, .. } = self;
         let buckets = &*buckets;
+        let links: &mut dyn GradientLinks = match links {
+            Some(links) => &mut **links,
+            None => ring,
+        };
         // No bound: it holds at most one gradient, and `compute` never waits for the ring.
         let (sender, receiver) = mpsc::channel();
         let mut hand_over = move |values: Vec<f32>| sender.send(values).map_err(|_| EngineError::Abandoned);
@@ -50,11 +57,11 @@ impl Allreduce {
             // Nothing is left to compute once the only bucket is complete.
             let found = compute(buckets, &mut hand_over)?;
             let began = Instant::now();
-            sum_buckets(step, buckets, receiver, sum, ring)?;
+            sum_buckets(step, buckets, receiver, sum, links)?;
             return Ok((found, began.elapsed()));
         }
         thread::scope(move |scope| {
-            let work = move || sum_buckets(step, buckets, receiver, sum, ring);
+            let work = move || sum_buckets(step, buckets, receiver, sum, links);
             let summing = thread::Builder::new().name("ring".to_owned()).spawn_scoped(scope, work);
             let summing = summing.map_err(ReduceError::Thread)?;
             // Dropped also if `compute` panics: the thread ends when no bucket can come any more.
@@ -81,17 +88,17 @@ fn sum_buckets(
     buckets: &Buckets,
     received: mpsc::Receiver<Vec<f32>>,
     sum: &mut Vec<f32>,
-    ring: &mut Ring<'_>,
+    links: &mut dyn GradientLinks,
 ) -> Result<(), collective::Error> {
     let is_first = sum.is_empty();
     if is_first {
         *sum = vec![0.0; buckets.flat_elements()];
     }
-    for (bucket, mut values) in buckets.iter().zip(received) {
+    for (at, (bucket, mut values)) in buckets.iter().zip(received).enumerate() {
         if !is_first {
             bucket.add_from(sum, &mut values);
         }
-        ring.all_reduce(step, &mut values)?;
+        links.sum_bucket(step, at, &mut values)?;
         bucket.copy_to(sum, &values);
     }
     Ok(())
@@ -120,6 +127,10 @@ impl Reduction for Allreduce {
 
     fn in_buckets(&mut self, world: usize) -> Option<&mut Allreduce> {
         (world > 1).then_some(self)
+    }
+
+    fn connect(&mut self, links: Option<Box<dyn GradientLinks>>) {
+        self.links = links;
     }
 
     /// The gradients are summed: buckets leave while the engine computes, and a rank alone has no others.

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier, Mutex};
 
 use tokio_util::sync::CancellationToken;
 
@@ -259,6 +259,50 @@ fn the_end_of_the_membership_epoch_ends_the_computation() {
         matches!(outcome, Some(Err(ReduceError::Collective(Error::Aborted { epoch: 1 }))))
     });
     assert_eq!(aborted, [true, false]);
+}
+
+/// Links that double a bucket, as a second rank with the same gradient, up to bucket `last`. They note their calls.
+struct Doubling {
+    last: usize,
+    calls: Arc<Mutex<Vec<(u64, usize)>>>,
+}
+
+impl GradientLinks for Doubling {
+    fn sum_bucket(&mut self, step: u64, bucket: usize, values: &mut [f32]) -> Result<(), Error> {
+        self.calls.lock().unwrap().push((step, bucket));
+        if bucket > self.last {
+            let what = format!("sum bucket {bucket} of step {step}");
+            return Err(Error::Nccl { epoch: 1, what, reason: "no answer".to_owned() });
+        }
+        values.iter_mut().for_each(|value| *value += *value);
+        Ok(())
+    }
+}
+
+#[test]
+fn connected_links_sum_the_buckets_in_place_of_the_ring() {
+    let own = whole(&engine(), 0, 1);
+    for last in [2, 0] {
+        let calls = Arc::new(Mutex::new(Vec::new()));
+        let outcomes = on_ranks(1, |rank, collective, addresses| {
+            let engine = engine();
+            let mut allreduce = Allreduce::new(1, layers(&engine));
+            allreduce.connect(Some(Box::new(Doubling { last, calls: Arc::clone(&calls) })));
+            let mut ring = ring(collective, (1, rank), addresses, &CancellationToken::new());
+            allreduce.clear(engine.layout().elements());
+            match overlapped(&engine, &mut allreduce, rank, &mut ring, [&nothing, &nothing]) {
+                Ok(_) => Ok(sum(&mut allreduce)),
+                Err(ReduceError::Collective(error)) if error.is_retryable() => Err(error.to_string()),
+                Err(other) => panic!("{other}"),
+            }
+        });
+        match &outcomes[0] {
+            Ok(sum) => assert_eq!((last, bits(sum)), (2, bits(&added(&own, &own)))),
+            Err(error) => assert!(last == 0 && error.contains("bucket 1 of step 3"), "{error}"),
+        }
+        let expected: Vec<(u64, usize)> = (0..=(last + 1).min(2)).map(|bucket| (STEP, bucket)).collect();
+        assert_eq!(*calls.lock().unwrap(), expected);
+    }
 }
 
 #[test]
