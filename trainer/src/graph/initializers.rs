@@ -176,7 +176,9 @@ impl<'a> Roles<'a> {
             let is_ahead = is_other && !name.contains('.') && !ahead::is_rearranged(name, 1, readers);
             return is_ahead.then(|| "of the module".to_owned());
         };
-        let origins: Vec<&str> = self::origins(origins).collect();
+        // Of a value that nodes compute from the batch, only the shape was known ahead.
+        let origins: Vec<&str> =
+            self::origins(origins).filter(|origin| !self.computed.contains(origin)).collect();
         let (computed, rest): (Vec<&str>, Vec<&str>) =
             origins.iter().copied().partition(|origin| match self.targets.is_empty() {
                 true => !origin.contains('.') && ahead::is_computed(origin),

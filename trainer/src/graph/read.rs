@@ -587,6 +587,7 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "Tile" => movement::tile(b, call),
         "Trilu" => movement::trilu(b, call),
         "CumSum" => movement::cumulative_sum(b, call),
+        "Range" => sizes::range_of_floats(b, &call),
         "DepthToSpace" => movement::depth_to_space(b, call),
         "SpaceToDepth" => movement::space_to_depth(b, call),
         "Resize" | "Upsample" => resize::resize(b, call),

@@ -210,6 +210,26 @@ fn range(b: &Builder, call: &Call<'_>) -> Result<Ints, GraphError> {
     Ok(Ints::of(vec![count], &values))
 }
 
+/// A range of constant floats, as of positions that rotate queries and keys.
+pub(super) fn range_of_floats(b: &mut Builder, call: &Call<'_>) -> Result<ValueId, GraphError> {
+    call.finish(3)?;
+    let bound = |index: usize| {
+        let found = call.constant_scalar(b, index)?;
+        found.ok_or_else(|| call.site.form(format!("input {index} is missing")))
+    };
+    let (start, limit, delta) = (bound(0)?, bound(1)?, bound(2)?);
+    let steps = ((f64::from(limit) - f64::from(start)) / f64::from(delta)).ceil();
+    if !steps.is_finite() || steps < 1.0 {
+        let reason = format!("the range from {start} to {limit} in steps of {delta} has no elements");
+        return Err(call.site.shape(reason));
+    }
+    // The cast saturates.
+    let count = steps as usize;
+    Ints::count(&[count], &call.site)?;
+    let values = (0..count).map(|at| start + delta * at as f32).collect();
+    b.constant(&[count], values, &call.site)
+}
+
 /// A constant of a shape: integers when it holds integers of a known shape, floats otherwise.
 pub(super) fn constant_of_shape(b: &mut Builder, mut call: Call<'_>) -> Folded {
     let value = call.tensor("value")?;

@@ -14,9 +14,12 @@
 //!   Other equal weights are tied, as those of an embedding and an output layer.
 //! - A transposed tensor is tied to the parameter that it was folded from. The earlier exporter does not name that one;
 //!   there the elements must be equal.
+//! - What the earlier exporter folds from one parameter for two nodes of a module becomes two tensors without names. They are
+//!   one again if they are equal in shape and elements, and the elements are not all the same.
 //! - The default exporter removes a bias whose elements are all 0, and names the rule ([`biases`]).
 //! - The default exporter writes a batch normalisation in training as one in evaluation, but names the operation.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
@@ -84,6 +87,7 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     separate_modules(graph, &mut names, &mut restored);
     restored.biases = biases::restore(graph, &mut names);
     tie_transposed(graph, &mut restored);
+    tie_equal(graph, &mut restored);
     restore_training(graph, &mut restored);
     restored
 }
@@ -458,6 +462,45 @@ fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
     }
     graph.initializer.retain(|tensor| !restored.tied.iter().any(|tied| tied == tensor.name()));
     graph.node.splice(0..0, nodes);
+}
+
+/// Lets nodes of one module read one tensor where the earlier exporter folded a parameter for each of them.
+fn tie_equal(graph: &mut GraphProto, restored: &mut Restored) {
+    let mut modules: HashMap<&str, HashSet<Option<String>>> = HashMap::new();
+    for node in &graph.node {
+        for input in node.input.iter().filter(|input| input.starts_with(NAMELESS)) {
+            modules.entry(input).or_default().insert(module_path(node));
+        }
+    }
+    let mut firsts: HashMap<(&[i64], Vec<u32>), &str> = HashMap::new();
+    let mut tied: HashMap<String, String> = HashMap::new();
+    for tensor in &graph.initializer {
+        let name = tensor.name();
+        // A copy of a layer has weights of its own.
+        if !modules.contains_key(name) || restored.separated.iter().any(|separated| separated == name) {
+            continue;
+        }
+        let Some(elements) = float_elements(tensor).filter(|elements| !is_uniform(elements)) else {
+            continue;
+        };
+        let bits = elements.iter().map(|element| element.to_bits()).collect();
+        match firsts.entry((&tensor.dims[..], bits)) {
+            Entry::Vacant(first) => {
+                first.insert(name);
+            }
+            Entry::Occupied(first) if modules[first.get()] == modules[name] => {
+                tied.insert(name.to_owned(), (*first.get()).to_owned());
+            }
+            Entry::Occupied(_) => {}
+        }
+    }
+    for input in graph.node.iter_mut().flat_map(|node| &mut node.input) {
+        if let Some(first) = tied.get(input) {
+            input.clone_from(first);
+        }
+    }
+    graph.initializer.retain(|tensor| !tied.contains_key(tensor.name()));
+    restored.tied.extend(tied.into_keys());
 }
 
 /// Puts batch normalisations that were exported in training into training mode.

@@ -102,6 +102,7 @@ def main():
         layers.activations, layers.convolutions, layers.pools_and_resizing, layers.normalizations, layers.recurrent,
         networks.attention, layers.parameters, layers.shapes, layers.arithmetic, networks.networks,
         networks.several_inputs, networks.restored, networks.reported, networks.positions, networks.selections,
+        networks.found_later,
     ]  # fmt: skip
     for seed, group in enumerate(groups):
         torch.manual_seed(seed)

@@ -445,3 +445,56 @@ def selections():
     diagonal = linear_call(lambda x: torch.diagonal(x.view(-1, 4, 4), dim1=1, dim2=2), out=4)
     model("diagonal", [8], diagonal)
     model("einsum_diagonal", [8], linear_call(lambda x: torch.einsum("bii->bi", x.view(-1, 4, 4)), out=4))
+
+
+class LearnedState(nn.Module):
+    """Steps first, from a state that is a parameter."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.state, self.out = cell(5, 7), nn.Parameter(torch.randn(1, 1, 7)), nn.Linear(7, 4)
+
+    def forward(self, x):
+        state = self.state.expand(-1, x.shape[0], -1).contiguous()
+        y, _ = self.cell(x.transpose(0, 1), (state, state) if isinstance(self.cell, nn.LSTM) else state)
+        return self.out(y[-1])
+
+
+def rotated(x):
+    """Rotary positions: pairs of elements turn by angles that grow with the place."""
+    half = x.shape[-1] // 2
+    places = torch.arange(x.shape[-2], dtype=torch.float32)[:, None]
+    angles = places * 10000 ** (-torch.arange(half, dtype=torch.float32) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+class GroupedQueries(nn.Module):
+    """Four heads of queries on two of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.o, self.out = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        rows, steps, _ = x.shape
+        q, k, v = (part(x).view(rows, steps, -1, 4).transpose(1, 2) for part in (self.q, self.k, self.v))
+        k, v = (part.repeat_interleave(2, 1) for part in (rotated(k), v))
+        y = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        return self.out(self.o(y.transpose(1, 2).reshape(rows, steps, 16)).mean(1))
+
+
+def found_later():
+    model("lstm_learned_state", [6, 5], LearnedState(nn.LSTM))
+    model("gru_learned_state", [6, 5], LearnedState(nn.GRU))
+    model("grouped_queries_rotary", [6, 8], GroupedQueries())
+    model(
+        "cosine_similarity",
+        [8],
+        Call(
+            lambda self, x: 5 * F.cosine_similarity(self.a(x)[:, None], self.w[None], -1),
+            a=nn.Linear(8, 8),
+            w=nn.Parameter(torch.randn(4, 8)),
+        ),
+    )

@@ -52,6 +52,13 @@ fn tied_and_transposed_weights_are_tied() {
     }
 }
 
+/// What the earlier exporter folds twice from one parameter: `[1, 4, 8]` of `[4, 8]`.
+#[test]
+fn parameters_that_were_folded_twice_are_one() {
+    assert_eq!(restored("earlier/cosine_similarity").tied.len(), 1);
+    assert_eq!(restored("earlier/bert_4_layers").tied, [""; 0]);
+}
+
 #[test]
 fn outputs_stay_equal() {
     let models = [
@@ -59,6 +66,7 @@ fn outputs_stay_equal() {
         ("earlier/bert_4_layers", 8),
         ("default/tied_embedding", 6),
         ("earlier/transposed_weight", 8),
+        ("earlier/cosine_similarity", 8),
     ];
     for (name, width) in models {
         let before = exported(name);
