@@ -5,7 +5,7 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, Float32Array, Int64Array, RecordBatch};
 use millrace_datafs::Datafs;
 use millrace_trainer::job::JobFile;
-use millrace_trainer::strategy::Strategy;
+use millrace_trainer::strategy::{Backend, Strategy};
 use millrace_trainer::{End, Error, TrainReport, train};
 use tokio_util::sync::CancellationToken;
 
@@ -163,7 +163,7 @@ fn all_reduced_runs_resume_and_no_strategy_continues_another() {
             job(name, &format!("workers = {workers}\nepochs_max = {epochs}\ncheckpoint_every_steps = 20"));
         JobFile { strategy, ..job }
     };
-    let (strict, fast) = (Strategy::Strict, Strategy::Allreduce);
+    let (strict, fast) = (Strategy::Strict, Strategy::Allreduce(Backend::Tcp));
     let whole = trained(home.path(), of("whole", 2, 12, fast));
 
     // Stopped in an epoch, continued by as many workers, then by fewer.
