@@ -20,6 +20,7 @@
 mod backward;
 mod buckets;
 mod device;
+mod device_loss;
 mod export;
 mod forward;
 mod host_copy;

@@ -13,7 +13,7 @@ use super::kernels::Kernels;
 use super::resident::{Added, Checked, Gradient, Judged, Place, Resident, State, StepError, Update};
 use super::run::Interpreter;
 use super::tensor::{dims, download, reshape, upload};
-use super::{EngineError, loss, multiply};
+use super::{EngineError, device_loss, loss, multiply};
 use crate::graph::ValueId;
 
 mod finite;
@@ -209,7 +209,7 @@ impl<B: Kernels> Resident for Interpreter<B, f32> {
         let whole = Buckets::whole(&self.graph);
         let mut found: Vec<Option<FloatTensor<B>>> = Vec::new();
         let mut judged = Judged::default();
-        let moments = self.train_with(
+        let trained = self.train_with(
             (shard.inputs.to_vec(), shard.rows, shard.key),
             &whole,
             &mut |bucket, grads| {
@@ -244,7 +244,7 @@ impl<B: Kernels> Resident for Interpreter<B, f32> {
                 (sum, grad) => sum.or(grad),
             };
         }
-        Ok(Added { judged, moments: moments.moments, is_finite })
+        Ok(Added { judged, moments: trained.moments, is_finite })
     }
 
     fn step(&mut self, gradient: Gradient<'_>, update: &Update) -> Result<(), StepError> {
@@ -313,6 +313,14 @@ impl<B: Kernels> Interpreter<B, f32> {
         shard: &Checked<'_>,
         output: FloatTensor<B>,
     ) -> Result<(Judged, FloatTensor<B>), EngineError> {
+        let found = device_loss::judge::<B>(shard.objective, shard.truth.labels, output.clone(), shard.rows);
+        if let Some((judged, slope)) = found.map_err(|reason| self.failed(reason))? {
+            let slope = match shard.scale == 1.0 {
+                true => slope,
+                false => B::float_mul_scalar(slope, f64::from(shard.scale).into()),
+            };
+            return Ok((judged, slope));
+        }
         let shape = dims::<B>(&output);
         let logits = self.joined(std::iter::once(output))?;
         let mut found = loss::loss_and_gradient(shard.objective, &logits, shard.truth, shard.rows)?;

@@ -11,6 +11,7 @@ mod learning;
 mod losses;
 mod measure;
 mod precision;
+mod resident;
 mod training;
 mod zoo;
 

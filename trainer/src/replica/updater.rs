@@ -10,6 +10,9 @@ use crate::optim::{
 };
 use crate::strategy::Strategy;
 
+#[cfg(test)]
+mod tests;
+
 /// The memory that holds slots and average, and where steps are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Home {
