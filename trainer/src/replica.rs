@@ -1,4 +1,7 @@
 //! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
+//!
+//! `updater` decides where weights and optimizer live: on the host, or on the device with copies for the host on request.
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

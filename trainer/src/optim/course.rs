@@ -3,7 +3,7 @@
 use super::config::validate;
 use super::groups::Stretch;
 use super::steps::rule;
-use super::{Groups, OptimError, OptimizerConfig, OptimizerState, Schedule};
+use super::{Groups, OptimError, OptimizerConfig, OptimizerState, Schedule, clip_factor};
 use crate::engine::{Rule, Update};
 
 /// The settings of an optimizer and the steps that it has applied. Its slots are with the weights: on the host, or on a
@@ -75,7 +75,7 @@ impl Course {
         }
     }
 
-    /// The next step, for weights and slots on a device.
+    /// The next step, for weights and slots on a device, which also clips the gradient.
     pub(crate) fn update(&self) -> Update {
         let (rate, common) = (self.learning_rate(), self.config.common());
         let of = |decay| -> Rule { rule(&self.config, (rate, decay, self.step)) };
@@ -84,6 +84,14 @@ impl Course {
             plain: of(0.0),
             clip_norm: common.clip_norm,
             average: None,
+        }
+    }
+
+    /// Scales the mean gradient down to the norm of the settings. All workers get the same bits: the host sums the norm.
+    pub(crate) fn clip(&self, mean: &mut [f32]) {
+        let factor = clip_factor(mean, &self.stretches, self.config.common().clip_norm);
+        if factor != 1.0 {
+            mean.iter_mut().for_each(|slope| *slope *= factor);
         }
     }
 

@@ -1,6 +1,7 @@
 //! The arithmetic of one step of each optimizer, over one stretch of the flat vectors.
 //!
-//! As PyTorch computes it, in f32; constants are computed in f64 and rounded once.
+//! As PyTorch computes it, in f32; constants are computed in f64 and rounded once. For a device, `rule` gives them to the
+//! arithmetic on tensors (`engine/stepping/optimizer.rs`).
 
 use super::config::{AdaGradConfig, AdamConfig, AdamWConfig, OptimizerConfig, RmsPropConfig, SgdConfig};
 use crate::engine::{Moments, Rule};

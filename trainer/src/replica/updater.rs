@@ -219,6 +219,9 @@ impl Updater {
                     true => Gradient::Kept(weight),
                     false => {
                         reduction.mean(weight, mean).map_err(UpdateError::Gradient)?;
+                        // GPUs of several workers may sum a norm in different orders.
+                        course.clip(mean);
+                        update.clip_norm = None;
                         Gradient::Mean(mean)
                     }
                 };

@@ -178,20 +178,24 @@ fn steps_on_the_device_equal_those_of_the_host() {
 #[test]
 fn gradients_of_several_batches_add_up_on_the_device() {
     let batches = [batch(1), batch(2)];
-    let [mut host, mut device] =
-        [Home::Host, Home::Device].map(|home| Training::new(&momentum(), None, &["dense1.weight"], home));
-    for step in 0..5 {
-        let found = batches.each_ref().map(|batch| host.engine.gradients(batch).unwrap());
-        let weight: f64 = found.iter().map(|found| found.weight).sum();
-        let loss = found.iter().map(|found| found.loss_sum).sum::<f64>() / weight;
-        let sum = found[0].grad.iter().zip(&found[1].grad).map(|(first, second)| first + second);
-        let mut mean: Vec<f32> = sum.map(|sum| (f64::from(sum) / weight) as f32).collect();
-        host.groups.clear_frozen(&mut mean);
-        host.step(mean).unwrap();
-        let kept = device.step_kept(&batches);
-        assert!((kept - loss).abs() < 1e-5, "step {step}: loss {kept} is not {loss}");
-        for (found, expected) in device.weights().iter().zip(host.weights()) {
-            assert!((found - expected).abs() < 1e-5, "step {step}: {found} is not {expected}");
+    for clip_norm in [None, Some(0.05), Some(1e6)] {
+        let config = OptimizerConfig::Sgd(SgdConfig { clip_norm, ..SgdConfig::default() });
+        let [mut host, mut device] =
+            [Home::Host, Home::Device].map(|home| Training::new(&config, None, &["dense1.weight"], home));
+        for step in 0..5 {
+            let found = batches.each_ref().map(|batch| host.engine.gradients(batch).unwrap());
+            let weight: f64 = found.iter().map(|found| found.weight).sum();
+            let loss = found.iter().map(|found| found.loss_sum).sum::<f64>() / weight;
+            let sum = found[0].grad.iter().zip(&found[1].grad).map(|(first, second)| first + second);
+            let mut mean: Vec<f32> = sum.map(|sum| (f64::from(sum) / weight) as f32).collect();
+            host.groups.clear_frozen(&mut mean);
+            host.step(mean).unwrap();
+            let kept = device.step_kept(&batches);
+            assert!((kept - loss).abs() < 1e-5, "{clip_norm:?}, step {step}: loss {kept} is not {loss}");
+            for (found, expected) in device.weights().iter().zip(host.weights()) {
+                let close = (found - expected).abs() < 1e-5;
+                assert!(close, "{clip_norm:?}, step {step}: {found} is not {expected}");
+            }
         }
     }
 }
