@@ -32,7 +32,7 @@ impl HostCopy {
 
     /// Puts a copy in.
     pub(super) fn put(&mut self, values: Vec<f32>) -> &[f32] {
-        self.0 = OnceLock::from(values);
-        self.0.get().map_or(&[], Vec::as_slice)
+        self.0.take();
+        self.0.get_or_init(|| values)
     }
 }

@@ -72,7 +72,7 @@ fn check(objective: &Objective, logits: &[f32], labels: &Labels, shape: &[usize]
 fn cross_entropy_on_the_device_equals_that_of_the_host() {
     let logits = numbers(8 * 5, 1).into_iter().map(|value| value * 6.0).collect::<Vec<f32>>();
     let labels = [3, 0, -100, 4, 1, 1, -100, 2];
-    // The first of equal outputs counts; the last row has no other ones.
+    // The first of equal outputs counts.
     let ties = [1.0, 1.0, 0.0, 0.0, 2.0, 2.0, 3.0, 3.0, 3.0];
     for label_smoothing in [0.0, 0.1, 1.0] {
         for class_weights in [vec![], vec![1.0, 0.0, 2.5, 0.5, 3.0]] {
