@@ -1,5 +1,8 @@
 //! The engine: a loaded ONNX graph, its loss and its device; forward, backward and export.
 //!
+//! Weights are on the host and on the device. After `Engine::keep_state` the device owns them, with the optimizer's slots,
+//! and steps there (module `resident`); copies on the host are made when they are read.
+//!
 //! An [`Engine`] interprets the checked [`Graph`] over Burn's backend primitives (CPU: `burn-flex`;
 //! with the `cuda` feature: `burn-cuda`) and differentiates it with its own reverse pass. All
 //! parameters live in ONE flat f32 vector, described by [`ParamLayout`], so that optimizers,
@@ -17,16 +20,20 @@
 mod backward;
 mod buckets;
 mod device;
+mod device_loss;
 mod export;
 mod forward;
+mod host_copy;
 mod kernels;
 mod loss;
 mod objective;
 mod order;
 mod outputs;
 mod products;
+mod resident;
 mod run;
 mod states;
+mod stepping;
 mod tensor;
 #[cfg(test)]
 mod tests;
@@ -43,10 +50,12 @@ use crate::validation::Scores;
 
 pub(crate) use buckets::{BucketFn, Buckets};
 pub use device::{Device, UnknownDevice};
+use host_copy::HostCopy;
 pub(crate) use loss::Measures;
 use loss::Truth;
 pub use objective::{CrossEntropy, Distillation, Huber, Loss, Objective};
 pub(crate) use products::Product;
+pub(crate) use resident::{Gradient, Moments, Rule, StepError, Update};
 use run::Compute;
 pub use states::ChannelMoments;
 
@@ -224,6 +233,22 @@ pub struct ShardGradients {
     pub moments: Vec<ChannelMoments>,
 }
 
+impl ShardGradients {
+    /// Those of no rows, without a gradient.
+    fn empty(channels: usize) -> ShardGradients {
+        ShardGradients {
+            loss_sum: 0.0,
+            weight: 0.0,
+            correct: 0,
+            ignored: 0,
+            rows: 0,
+            grad: Vec::new(),
+            products: Vec::new(),
+            moments: vec![ChannelMoments::default(); channels],
+        }
+    }
+}
+
 /// One parameter of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
@@ -282,7 +307,7 @@ pub struct Engine {
     layout: ParamLayout,
     loss: Objective,
     device: Device,
-    weights: Vec<f32>,
+    weights: HostCopy,
     states: Vec<f32>,
     /// For each batch normalisation, whether training leaves its running statistics alone.
     frozen: Vec<bool>,
@@ -303,7 +328,7 @@ struct Teacher {
 impl std::fmt::Debug for Engine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Engine")
-            .field("parameters", &self.weights.len())
+            .field("parameters", &self.layout.elements())
             .field("loss", &self.loss)
             .field("device", &self.device)
             .finish_non_exhaustive()
@@ -347,7 +372,7 @@ impl Engine {
             layout,
             loss,
             device,
-            weights,
+            weights: HostCopy::of(weights),
             states,
             frozen,
             compute,
@@ -474,20 +499,19 @@ impl Engine {
         dims.iter().skip(1).map(|dim| dim.at(1)).collect()
     }
 
-    /// The current weights, laid out by [`ParamLayout`].
-    pub fn weights(&self) -> &[f32] {
-        &self.weights
+    /// The current weights, laid out by [`ParamLayout`]. Copies them if only the device has them.
+    pub fn weights(&self) -> Result<&[f32], EngineError> {
+        self.weights.get(|| self.compute.weights())
     }
 
     /// Replaces the weights.
     pub fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError> {
-        self.update(|current| {
-            if weights.len() != current.len() {
-                return Err(EngineError::Weights { expected: current.len(), found: weights.len() });
-            }
-            current.copy_from_slice(weights);
-            Ok(())
-        })
+        let expected = self.layout.elements();
+        if weights.len() != expected {
+            return Err(EngineError::Weights { expected, found: weights.len() });
+        }
+        let weights = self.weights.put(weights.to_vec());
+        self.compute.set_weights(weights)
     }
 
     /// Changes the weights in place (an optimizer step), then hands them to the device.
@@ -498,8 +522,14 @@ impl Engine {
         &mut self,
         change: impl FnOnce(&mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        change(&mut self.weights)?;
-        Ok(self.compute.set_weights(&self.weights)?)
+        let mut weights = match self.weights.take() {
+            Some(weights) => weights,
+            None => self.compute.weights()?,
+        };
+        let changed = change(&mut weights);
+        let weights = self.weights.put(weights);
+        changed?;
+        Ok(self.compute.set_weights(weights)?)
     }
 
     /// [`Engine::gradients_at`] with the random numbers of the first shard of a job with seed 0.
@@ -561,16 +591,7 @@ impl Engine {
             for bucket in buckets.iter() {
                 hand_over(vec![0.0; bucket.elements()])?;
             }
-            return Ok(ShardGradients {
-                loss_sum: 0.0,
-                weight: 0.0,
-                correct: 0,
-                ignored: 0,
-                rows: 0,
-                grad: Vec::new(),
-                products: Vec::new(),
-                moments: vec![ChannelMoments::default(); self.moving_channels()],
-            });
+            return Ok(ShardGradients::empty(self.moving_channels()));
         }
         self.check_shard_rows(shard.rows)?;
         let taught = self.taught(shard)?;
@@ -641,9 +662,9 @@ impl Engine {
 
     /// The model as it was loaded, with the current weights and states, for inference: nodes with a training mode get
     /// the form of evaluation. Byte-deterministic when encoded.
-    pub fn export(&self) -> ModelProto {
-        let model = export::with_weights(&self.model, &self.layout, &self.weights);
-        export::for_inference(model, &self.graph, &self.layout, &self.states)
+    pub fn export(&self) -> Result<ModelProto, EngineError> {
+        let model = export::with_weights(&self.model, &self.layout, self.weights()?);
+        Ok(export::for_inference(model, &self.graph, &self.layout, &self.states))
     }
 
     fn check_batch(&self, inputs: &[f32], rows: usize) -> Result<(), EngineError> {

@@ -3,9 +3,13 @@
 //! A step is one fused pass over flat slices, single-threaded and in index order. Every worker that applies
 //! the same mean gradient to the same weights therefore gets the same bits. All parameters decay alike, as in
 //! PyTorch's optimizers without parameter groups, unless [`Groups`] freeze some or exempt them from decay.
+//!
+//! [`Optimizer`] keeps its slots on the host. `Course` is for slots on a device: it gives each step's constants to
+//! [`crate::engine`].
 
 mod average;
 mod config;
+mod course;
 mod groups;
 mod plateau;
 mod steps;
@@ -16,10 +20,10 @@ use thiserror::Error;
 
 pub(crate) use average::Average;
 pub use average::EmaConfig;
-use config::validate;
 pub use config::{
     AdaGradConfig, AdamConfig, AdamWConfig, OptimizerConfig, RmsPropConfig, Schedule, SgdConfig,
 };
+pub(crate) use course::{Course, not_finite};
 pub use groups::Groups;
 use groups::Stretch;
 pub use plateau::Plateau;
@@ -80,14 +84,8 @@ pub struct OptimizerState {
 /// An optimizer with its state.
 #[derive(Debug, Clone)]
 pub struct Optimizer {
-    config: OptimizerConfig,
-    parameters: usize,
-    /// The elements that train, in order.
-    stretches: Vec<Stretch>,
-    step: u64,
+    course: Course,
     slots: Vec<Vec<f32>>,
-    /// The learning rate after the evaluations so far, for [`Schedule::Plateau`].
-    plateau_rate: Option<f64>,
 }
 
 impl Optimizer {
@@ -98,60 +96,46 @@ impl Optimizer {
 
     /// An optimizer in its initial state that leaves some parameters alone.
     pub fn with_groups(config: &OptimizerConfig, groups: &Groups) -> Result<Optimizer, OptimError> {
-        validate(config)?;
-        let first = match config {
-            OptimizerConfig::AdaGrad(config) => config.initial_accumulator as f32,
-            _ => 0.0,
-        };
-        let parameters = groups.elements();
-        Ok(Optimizer {
-            slots: vec![vec![first; parameters]; slot_names(config).len()],
-            config: config.clone(),
-            parameters,
-            stretches: groups.stretches().to_vec(),
-            step: 0,
-            plateau_rate: None,
-        })
+        let course = Course::new(config, groups)?;
+        let slots = vec![vec![course.first_value(); course.parameters]; course.slot_names().len()];
+        Ok(Optimizer { course, slots })
     }
 
     /// Sets the learning rate that follows from the losses of all evaluations so far, for
     /// [`Schedule::Plateau`]. It is not part of [`Optimizer::state`].
     pub fn follow(&mut self, losses: impl IntoIterator<Item = f64>) {
-        let common = self.config.common();
-        if let Schedule::Plateau(plateau) = common.schedule {
-            self.plateau_rate = Some(plateau.rate(common.learning_rate, losses));
-        }
+        self.course.follow(losses);
     }
 
     /// Steps applied so far.
     pub fn step(&self) -> u64 {
-        self.step
+        self.course.step()
     }
 
     /// The learning rate that the next [`Optimizer::apply`] uses.
     pub fn learning_rate(&self) -> f64 {
-        let common = self.config.common();
-        self.plateau_rate.unwrap_or_else(|| common.learning_rate * common.schedule.factor(self.step))
+        self.course.learning_rate()
     }
 
     /// Moves `weights` one step against the mean gradient `grad`.
     ///
     /// Fails, changing nothing, when a length differs from the number of parameters.
     pub fn apply(&mut self, weights: &mut [f32], grad: &[f32]) -> Result<(), OptimError> {
+        let Course { config, parameters, stretches, .. } = &self.course;
         for (what, found) in [("the weights", weights.len()), ("the gradient", grad.len())] {
-            if found != self.parameters {
-                return Err(OptimError::Length { what: what.to_owned(), expected: self.parameters, found });
+            if found != *parameters {
+                return Err(OptimError::Length { what: what.to_owned(), expected: *parameters, found });
             }
         }
-        let (rate, common) = (self.learning_rate(), self.config.common());
-        let clip = clip_factor(grad, &self.stretches, common.clip_norm);
-        for Stretch { range, decays } in &self.stretches {
+        let (rate, common) = (self.learning_rate(), config.common());
+        let clip = clip_factor(grad, stretches, common.clip_norm);
+        for Stretch { range, decays } in stretches {
             let decay = if *decays { common.weight_decay } else { 0.0 };
-            let step = Step { rate, clip, step: self.step, decay };
+            let step = Step { rate, clip, step: self.course.step, decay };
             let (weights, grad) = (&mut weights[range.clone()], &grad[range.clone()]);
             let mut slots: Vec<&mut [f32]> =
                 self.slots.iter_mut().map(|slot| &mut slot[range.clone()]).collect();
-            match &self.config {
+            match config {
                 OptimizerConfig::Sgd(config) => steps::sgd(config, step, weights, grad, &mut slots),
                 OptimizerConfig::AdamW(config) => steps::adamw(config, step, weights, grad, &mut slots),
                 OptimizerConfig::Adam(config) => steps::adam(config, step, weights, grad, &mut slots),
@@ -159,68 +143,27 @@ impl Optimizer {
                 OptimizerConfig::RmsProp(config) => steps::rmsprop(config, step, weights, grad, &mut slots),
             }
         }
-        self.step += 1;
+        self.course.advance();
         Ok(())
     }
 
     /// A copy of the state, for a checkpoint or for a joining worker.
     pub fn state(&self) -> OptimizerState {
-        OptimizerState {
-            step: self.step,
-            slots: slot_names(&self.config)
-                .iter()
-                .zip(&self.slots)
-                .map(|(name, slot)| ((*name).to_owned(), slot.clone()))
-                .collect(),
-        }
+        self.course.state(self.slots.iter().cloned())
     }
 
     /// Restores a state that [`Optimizer::state`] of an optimizer with the same settings returned.
     ///
     /// Fails, changing nothing, when slots are missing, unknown or of the wrong length.
     pub fn load_state(&mut self, state: OptimizerState) -> Result<(), OptimError> {
-        let expected = slot_names(&self.config);
-        if !state.slots.iter().map(|(name, _)| name.as_str()).eq(expected.iter().copied()) {
-            return Err(OptimError::State {
-                expected: expected.to_vec(),
-                found: state.slots.into_iter().map(|(name, _)| name).collect(),
-            });
-        }
-        if let Some((name, slot)) = state.slots.iter().find(|(_, slot)| slot.len() != self.parameters) {
-            return Err(OptimError::Length {
-                what: format!("the state {name}"),
-                expected: self.parameters,
-                found: slot.len(),
-            });
-        }
-        self.step = state.step;
-        self.slots = state.slots.into_iter().map(|(_, slot)| slot).collect();
+        self.slots = self.course.load_state(state)?;
         Ok(())
     }
-}
 
-impl Optimizer {
     /// The first parameter whose optimizer state is infinite or NaN. With such a state, steps change the
     /// weight not at all or to a useless value.
     pub(crate) fn not_finite(&self) -> Option<usize> {
-        let is_finite = |slot: &[f32]| slot.iter().fold(true, |finite, value| finite & value.is_finite());
-        let of_slot = |slot: &Vec<f32>| slot.iter().position(|value| !value.is_finite());
-        self.slots.iter().filter(|slot| !is_finite(slot)).find_map(of_slot)
-    }
-}
-
-fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
-    match config {
-        OptimizerConfig::Sgd(c) if c.momentum == 0.0 => &[],
-        OptimizerConfig::Sgd(_) => &["momentum"],
-        OptimizerConfig::AdamW(_) | OptimizerConfig::Adam(_) => &["first_moment", "second_moment"],
-        OptimizerConfig::AdaGrad(_) => &["sum_of_squares"],
-        OptimizerConfig::RmsProp(config) => match (config.centered, config.momentum > 0.0) {
-            (false, false) => &["mean_square"],
-            (true, false) => &["mean_square", "mean_gradient"],
-            (false, true) => &["mean_square", "momentum"],
-            (true, true) => &["mean_square", "mean_gradient", "momentum"],
-        },
+        not_finite(&self.slots)
     }
 }
 

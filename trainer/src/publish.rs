@@ -184,7 +184,7 @@ pub(crate) fn publish(
     engine.set_states(state.published_states())?;
     // The evaluation whose weights are published instead of the last ones.
     let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
-    let mut model = engine.export();
+    let mut model = engine.export()?;
     if let Some(scale) = &origin.facts.scale {
         scale.undo(&mut model, engine.graph().output_name(), &engine.output_row());
     }

@@ -1,4 +1,7 @@
 //! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
+//!
+//! `updater` decides where weights and optimizer live: on the host, or on the device with copies for the host on request.
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +21,7 @@ use crate::fixed::FixedError;
 use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, RowsDigest, Tally};
 use crate::lineage::Lineage;
-use crate::optim::{Average, Groups, Optimizer};
+use crate::optim::Groups;
 use crate::order::{Order, StepPlaces};
 use crate::outage::Outage;
 use crate::output::Output;
@@ -32,9 +35,11 @@ use crate::worker::Assignment;
 mod links;
 mod reduce;
 mod saving;
+mod updater;
 mod writer;
 
 use reduce::{ReduceError, Reduced, Reduction};
+use updater::{Home, UpdateError, Updater, first_not_finite};
 use writer::Writer;
 
 /// The outcome of a step.
@@ -65,9 +70,8 @@ pub(crate) struct Replica {
     validator: Option<Validator>,
     engine: Engine,
     groups: Groups,
-    optimizer: Optimizer,
-    /// The moving average of the weights, if the job keeps one.
-    average: Option<Average>,
+    /// The optimizer, and the moving average of the weights, if the job keeps one.
+    updater: Updater,
     reduction: Box<dyn Reduction>,
     /// Membership epochs in a row whose GPUs could not be connected.
     failed_links: u32,
@@ -81,7 +85,6 @@ pub(crate) struct Replica {
     best_states: Vec<f32>,
     step: u64,
     lineage: Lineage,
-    mean: Vec<f32>,
     /// How long this step has waited for sums of the ring.
     waited: Duration,
     /// The prefetched next rows: their step, their slots and the read in progress.
@@ -138,9 +141,8 @@ impl Replica {
         let mut replica = Replica {
             columns,
             validator,
-            optimizer: Optimizer::with_groups(&job.optimizer, &groups)?,
+            updater: Updater::new((&job.optimizer, job.ema), &mut engine, &groups, Home::of(&job))?,
             groups,
-            average: job.ema.map(Average::new),
             evaluations: Vec::new(),
             best: None,
             best_states: Vec::new(),
@@ -150,7 +152,6 @@ impl Replica {
             ledger: Ledger::default(),
             step: 0,
             lineage: Lineage::new(job.strategy),
-            mean: Vec::new(),
             waited: Duration::ZERO,
             prefetched: None,
             pass_digest: None,
@@ -283,20 +284,22 @@ impl Replica {
         wishes: Wishes<'_>,
     ) -> Result<Round> {
         // Also after an error: a state transfer may follow.
-        self.exchange_average()?;
+        self.updater.exchange_average(&mut self.engine)?;
         let round = self.evaluate_engine(partial, ring, wishes);
-        self.exchange_average()?;
+        self.updater.exchange_average(&mut self.engine)?;
         let round = round?;
         if let (true, Some(validator)) = (round.complete, &self.validator) {
             let evaluation = validator.conclude(partial, self.epochs(), self.step)?;
             self.evaluations.push(evaluation);
             let keeps = self.job.validation.as_ref().is_some_and(|validation| validation.best);
             if keeps && validation::best(&self.evaluations) == Some(&evaluation) {
-                let average = self.average.as_ref().and_then(Average::values);
-                self.best = Some(average.map_or(self.engine.weights(), Vec::as_slice).to_vec());
+                self.best = Some(match self.updater.average(&self.engine)? {
+                    Some(average) => average,
+                    None => self.engine.weights()?.to_vec(),
+                });
                 self.best_states = self.engine.states().to_vec();
             }
-            self.optimizer.follow(losses(&self.evaluations));
+            self.updater.follow(losses(&self.evaluations));
             self.lineage.advance();
         }
         Ok(round)
@@ -321,15 +324,6 @@ impl Replica {
         )
     }
 
-    /// Exchanges the engine's weights and their average, if there is one.
-    fn exchange_average(&mut self) -> Result<()> {
-        let Some(values) = self.average.as_mut().and_then(Average::values_mut) else { return Ok(()) };
-        Ok(self.engine.update(|weights| {
-            weights.swap_with_slice(values);
-            Ok::<_, EngineError>(())
-        })?)
-    }
-
     /// Epochs completed.
     pub(crate) fn epochs(&self) -> u64 {
         self.ledger.epochs.len() as u64
@@ -352,7 +346,7 @@ impl Replica {
 
     /// Encodes the state for workers that are behind.
     pub(crate) fn export(&self) -> Result<Vec<u8>> {
-        self.state().encode(self.engine.layout()).map_err(|reason| self.bad_state(reason))
+        self.state()?.encode(self.engine.layout()).map_err(|reason| self.bad_state(reason))
     }
 
     /// Replaces the state by that of another worker, which has that lineage.
@@ -367,32 +361,32 @@ impl Replica {
         Error::Checkpoint { place: format!("state of job {}", self.job.name), reason }
     }
 
-    fn state(&self) -> RunState {
-        RunState {
+    /// A copy of the state, also of what only the device has.
+    fn state(&self) -> Result<RunState> {
+        Ok(RunState {
             step: self.step,
-            weights: self.engine.weights().to_vec(),
-            optimizer: self.optimizer.state(),
+            weights: self.engine.weights()?.to_vec(),
+            optimizer: self.updater.state(&self.engine)?,
             ledger: self.ledger.clone(),
             fraction_bits: self.reduction.fraction_bits(),
             evaluations: self.evaluations.clone(),
             best: self.best.clone(),
             states: self.engine.states().to_vec(),
             best_states: self.best_states.clone(),
-            ema: self.average.as_ref().and_then(Average::values).cloned(),
+            ema: self.updater.average(&self.engine)?,
             loss_scale: self.loss_scale,
-        }
+        })
     }
 
     fn restore(&mut self, state: RunState) -> Result<()> {
-        check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
+        let before = state.step.saturating_sub(1);
+        check_weights(self.engine.layout(), &state.weights, before)?;
         self.engine.set_weights(&state.weights)?;
         self.engine.set_states(&state.states).map_err(|error| self.diverged(error))?;
-        self.optimizer.load_state(state.optimizer)?;
-        self.check_optimizer(state.step.saturating_sub(1))?;
-        if let Some(average) = &mut self.average {
-            average.restore(state.ema, &self.groups, self.optimizer.step())?;
-        }
-        self.optimizer.follow(losses(&state.evaluations));
+        let kept = (state.optimizer, state.ema);
+        let restored = self.updater.restore(&mut self.engine, &self.groups, kept);
+        restored.map_err(|error| self.not_updated(error, before))?;
+        self.updater.follow(losses(&state.evaluations));
         self.reduction.restore(state.fraction_bits)?;
         self.loss_scale = LossScale::restored(self.job.precision, state.loss_scale);
         self.ledger = state.ledger;
@@ -403,16 +397,23 @@ impl Replica {
         Ok(())
     }
 
-    /// Fails when the optimizer state has overflowed.
-    fn check_optimizer(&self, step: u64) -> Result<()> {
-        let Some(index) = self.optimizer.not_finite() else { return Ok(()) };
-        let parameter = self.engine.layout().name_of(index).unwrap_or_default();
-        let reason = format!(
-            "the optimizer's memory of parameter {parameter} overflowed, as its gradient is too large: clean or scale the \
-             labels, or set clip_norm{}",
-            self.advice()
-        );
-        Err(Error::Diverged { step, reason })
+    /// The error of a step that was not applied.
+    fn not_updated(&self, error: UpdateError, step: u64) -> Error {
+        match error {
+            UpdateError::Engine(error) => self.diverged(error),
+            UpdateError::Optim(error) => error.into(),
+            UpdateError::Gradient(error) => self.not_finite(&error),
+            UpdateError::Weight { index, value } => bad_weight(self.engine.layout(), (index, value), step),
+            UpdateError::Slot { index } => {
+                let parameter = self.engine.layout().name_of(index).unwrap_or_default();
+                let reason = format!(
+                    "the optimizer's memory of parameter {parameter} overflowed, as its gradient is too large: clean or \
+                     scale the labels, or set clip_norm{}",
+                    self.advice()
+                );
+                Error::Diverged { step, reason }
+            }
+        }
     }
 
     /// Computes this rank's rows, reduces the gradients over the ring and applies the step.
@@ -463,15 +464,9 @@ impl Replica {
 
         // Rows without any weight have no mean: the step changes neither the weights nor the optimizer.
         if total.weight() > 0.0 {
-            let mean = self.reduction.mean(total.weight(), &mut self.mean);
-            mean.map_err(|error| self.not_finite(&error))?;
-            let (optimizer, mean) = (&mut self.optimizer, &self.mean);
-            self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
-            check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
-            self.check_optimizer(self.step)?;
-            if let Some(average) = &mut self.average {
-                average.add(&self.groups, self.engine.weights(), self.optimizer.step());
-            }
+            let (reduction, sized) = (self.reduction.as_mut(), (total.weight(), ring.world()));
+            let applied = self.updater.apply(&mut self.engine, &self.groups, reduction, sized);
+            applied.map_err(|error| self.not_updated(error, self.step))?;
         }
         let rows_of = |shard: usize| shard_slots(shard, parts, batch_rows).len();
         let moments: Vec<(usize, &[ChannelMoments])> =
@@ -531,6 +526,10 @@ impl Replica {
     ) -> Result<Option<Tally>> {
         let batch_rows = self.order.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
+        let keeps = self.updater.keeps_gradients(ring.world());
+        if keeps {
+            self.engine.clear_gradients()?;
+        }
         let form = self.reduction.form();
         let scale = loss_scale.map_or(1.0, LossScale::factor);
         let may_overflow = loss_scale.and_then(LossScale::lower).is_some();
@@ -562,7 +561,7 @@ impl Replica {
                 let mut note_overflow = |grad: &[f32]| {
                     is_finite &= !may_overflow || grad.iter().all(|value| value.is_finite());
                 };
-                let engine = &self.engine;
+                let engine = &mut self.engine;
                 let found = match in_buckets {
                     Some(allreduce) => allreduce.overlap(self.step, ring, |buckets, hand_over| {
                         engine.gradients_in_buckets(&shard, key, scale, buckets, &mut |values| {
@@ -570,6 +569,13 @@ impl Replica {
                             hand_over(values)
                         })
                     }),
+                    None if keeps => {
+                        let found = engine.add_gradients(&shard, key, (scale, may_overflow));
+                        found.map_err(ReduceError::Engine).map(|(found, fits)| {
+                            is_finite = fits;
+                            (found, Duration::ZERO)
+                        })
+                    }
                     None => {
                         let found = match &form {
                             Some(form) => engine.gradients_formed(&shard, key, scale, form),
@@ -597,7 +603,7 @@ impl Replica {
                 tally.record_moments(part, &found.moments);
                 tally.correct += found.correct;
                 tally.ignored += found.ignored;
-                if !overlaps {
+                if !overlaps && !keeps {
                     self.reduction.add(part, found).map_err(|error| self.not_finite(&error))?;
                 }
             }
@@ -707,17 +713,16 @@ impl Replica {
 
 /// Rejects weights that are not finite after `step`.
 pub(crate) fn check_weights(layout: &ParamLayout, weights: &[f32], step: u64) -> Result<()> {
-    // No early exit, so that the loop vectorizes.
-    if weights.iter().fold(true, |finite, weight| finite & weight.is_finite()) {
-        return Ok(());
-    }
-    let index = weights.iter().position(|weight| !weight.is_finite()).unwrap_or_default();
+    first_not_finite(weights).map_or(Ok(()), |bad| Err(bad_weight(layout, bad, step)))
+}
+
+/// The error of a weight that is not finite after `step`, given its place and value.
+fn bad_weight(layout: &ParamLayout, (index, value): (usize, f32), step: u64) -> Error {
     let reason = format!(
-        "a weight of parameter {} became {}: training diverged (lower the learning rate, or scale the inputs)",
-        layout.name_of(index).unwrap_or_default(),
-        weights[index]
+        "a weight of parameter {} became {value}: training diverged (lower the learning rate, or scale the inputs)",
+        layout.name_of(index).unwrap_or_default()
     );
-    Err(Error::Diverged { step, reason })
+    Error::Diverged { step, reason }
 }
 
 /// The losses of evaluations, in order.

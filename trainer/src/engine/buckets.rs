@@ -162,7 +162,7 @@ impl Buckets {
 }
 
 /// All parameters, in the order of the flat vector.
-fn members(graph: &Graph) -> Vec<Member> {
+pub(super) fn members(graph: &Graph) -> Vec<Member> {
     let mut values = vec![0; graph.params().len()];
     for (id, value) in graph.values().iter().enumerate() {
         if let Source::Param(index) = value.source {

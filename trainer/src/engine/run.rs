@@ -12,14 +12,15 @@ use super::forward::forward;
 use super::kernels::Kernels;
 use super::order::Order;
 use super::products::Product;
-use super::tensor::{dims, download, upload};
+use super::resident::{Resident, State};
+use super::tensor::{dims, download, reshape, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
 use crate::graph::{Graph, Input, Node, Op, ParamSpec, Source};
 use crate::precision::Half;
 
 /// A loaded graph on a device, independent of the backend.
-pub(super) trait Compute: Send + Sync {
+pub(super) trait Compute: Resident + Send + Sync {
     /// Copies the flat weights to the device; the caller has checked the length.
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError>;
     /// Copies the flat states to the device; the caller has checked the length.
@@ -54,13 +55,20 @@ pub(super) struct Trained<E> {
 /// Turns the output into the gradient of the loss with respect to the output.
 pub(super) type LossFn<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> + 'a;
 
+/// Takes the gradients of a complete bucket from those of all values.
+pub(super) type TakeFn<'a, B> =
+    dyn FnMut(&Bucket, &mut [Option<FloatTensor<B>>]) -> Result<(), EngineError> + 'a;
+
+/// [`LossFn`] on the device.
+pub(super) type SlopeFn<'a, B> = dyn FnMut(FloatTensor<B>) -> Result<FloatTensor<B>, EngineError> + 'a;
+
 /// A graph with its constants and parameters as tensors with elements `E`.
 pub(super) struct Interpreter<B: Backend, E> {
     pub(super) graph: Arc<Graph>,
-    device: BackendDevice<B>,
+    pub(super) device: BackendDevice<B>,
     label: Device,
     /// Constants, what they alone determine, parameters and states, by value.
-    resident: Vec<Option<FloatTensor<B>>>,
+    pub(super) resident: Vec<Option<FloatTensor<B>>>,
     /// For each normalisation, whether training leaves its running statistics alone.
     frozen: Vec<bool>,
     /// The format of products in training, if it is not that of all numbers.
@@ -69,6 +77,8 @@ pub(super) struct Interpreter<B: Backend, E> {
     narrowed: Vec<Option<FloatTensor<B>>>,
     /// For the backends that gain from it: the transposes of resident matrices that are right factors of products.
     turned: Vec<Option<FloatTensor<B>>>,
+    /// What stays between steps beside the weights, if the device keeps it.
+    pub(super) state: Option<State<B>>,
     elements: PhantomData<fn() -> E>,
 }
 
@@ -106,11 +116,22 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         let frozen = vec![false; graph.normalizations().len()];
         let narrowed = vec![None; resident.len()];
         let turned = vec![None; resident.len()];
-        let half = None;
-        Interpreter { graph, device, label, resident, frozen, half, narrowed, turned, elements: PhantomData }
+        let (half, state) = (None, None);
+        Interpreter {
+            graph,
+            device,
+            label,
+            resident,
+            frozen,
+            half,
+            narrowed,
+            turned,
+            state,
+            elements: PhantomData,
+        }
     }
 
-    fn failed(&self, reason: impl Into<String>) -> EngineError {
+    pub(super) fn failed(&self, reason: impl Into<String>) -> EngineError {
         EngineError::Execution { device: self.label, reason: reason.into() }
     }
 
@@ -153,9 +174,14 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 *resident = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
             }
         }
+        self.weights_changed();
+        Ok(())
+    }
+
+    /// Renews what is derived from the weights.
+    pub(super) fn weights_changed(&mut self) {
         self.turn_resident();
         self.narrow_resident();
-        Ok(())
     }
 
     /// Transposes the matrices that are right factors, once for all shards: a product reads one form and its derivative the
@@ -305,19 +331,38 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
         hand_over: &mut BucketFn<'_, E>,
         loss_fn: &mut LossFn<'_, E>,
     ) -> Result<Trained<E>, EngineError> {
+        let mut take =
+            |bucket: &Bucket, grads: &mut [Option<FloatTensor<B>>]| hand_over(self.collect(bucket, grads)?);
+        self.train_with((inputs, rows, key), buckets, &mut take, &mut |output| {
+            let shape = dims::<B>(&output);
+            let slope = loss_fn(&self.host(&output)?)?;
+            Ok(upload::<B, E>(slope, &shape, &self.device))
+        })
+    }
+
+    /// [`Interpreter::train`] whose output and gradients stay on the device: `take` gets each bucket as soon as it is
+    /// complete, and `slope_fn` the output.
+    pub(super) fn train_with(
+        &self,
+        (inputs, rows, key): (Vec<E>, usize, ShardKey),
+        plan: &Buckets,
+        take: &mut TakeFn<'_, B>,
+        slope_fn: &mut SlopeFn<'_, B>,
+    ) -> Result<Trained<E>, EngineError> {
         let mut trace = self.trace(inputs, rows, Some(key))?;
-        let slope = loss_fn(&self.output(&trace)?)?;
         let values = self.graph.values();
         let output = self.graph.output();
-        let mut grads: Vec<Option<FloatTensor<B>>> = vec![None; values.len()];
         let shape = shape_of(&values[output].dims, rows);
-        grads[output] = Some(upload::<B, E>(slope, &shape, &self.device));
-        let plan = buckets;
+        let mut grads: Vec<Option<FloatTensor<B>>> = vec![None; values.len()];
+        let found = self.read(&trace.values, &[output])?;
+        for tensor in found {
+            grads[output] = Some(slope_fn(reshape::<B>(tensor, &shape))?);
+        }
         let mut buckets = plan.iter().peekable();
         let mut products = Vec::new();
         for (position, node) in self.graph.nodes().iter().enumerate().rev() {
             while let Some(complete) = buckets.next_if(|bucket| bucket.first_node > position) {
-                hand_over(self.collect(complete, &mut grads)?)?;
+                take(complete, &mut grads)?;
             }
             if !values[node.output].trained {
                 continue;
@@ -372,7 +417,7 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
             }
         }
         for complete in buckets {
-            hand_over(self.collect(complete, &mut grads)?)?;
+            take(complete, &mut grads)?;
         }
         Ok(Trained { moments: self.moments(trace.moments)?, products })
     }

@@ -11,6 +11,7 @@ mod learning;
 mod losses;
 mod measure;
 mod precision;
+mod resident;
 mod training;
 mod zoo;
 
@@ -142,7 +143,7 @@ fn every_operator_equals_onnx_runtime() {
         let engine = Engine::load(model, Loss::Mse, Device::Cpu).unwrap();
         let inputs = probe::inputs(engine.graph(), ROWS, 25);
         let found = engine.logits(&inputs, ROWS).unwrap();
-        let exported = engine.export();
+        let exported = engine.export().unwrap();
         let expected = run_reference(environment, &exported, row, ROWS, &inputs)
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found.len(), expected.len(), "{name}");
@@ -211,14 +212,14 @@ fn an_export_loads_again_with_the_same_weights_and_bytes() {
     for spec in specs() {
         let model = spec.build().unwrap();
         let mut engine = Engine::load(&model, Loss::CrossEntropy, Device::Cpu).unwrap();
-        assert_eq!(engine.export().encode_to_vec(), model.encode_to_vec());
+        assert_eq!(engine.export().unwrap().encode_to_vec(), model.encode_to_vec());
         let weights = numbers(engine.layout().elements(), 1);
         engine.set_weights(&weights).unwrap();
-        let bytes = engine.export().encode_to_vec();
-        assert_eq!(bytes, engine.export().encode_to_vec());
+        let bytes = engine.export().unwrap().encode_to_vec();
+        assert_eq!(bytes, engine.export().unwrap().encode_to_vec());
         let again = ModelProto::decode(&bytes[..]).unwrap();
         let again = Engine::load(&again, Loss::CrossEntropy, Device::Cpu).unwrap();
-        assert_eq!(again.weights(), weights);
+        assert_eq!(again.weights().unwrap(), weights);
         let inputs = numbers(2 * 144, 2);
         assert_eq!(engine.logits(&inputs, 2).unwrap(), again.logits(&inputs, 2).unwrap());
     }
@@ -234,7 +235,7 @@ fn the_layout_covers_the_flat_vector_and_names_its_elements() {
         assert_eq!(param.range.len(), param.shape.iter().product::<usize>());
         next = param.range.end;
     }
-    assert_eq!(next, engine.weights().len());
+    assert_eq!(next, engine.weights().unwrap().len());
     assert_eq!(layout.name_of(0), Some("dense1.weight"));
     assert_eq!(layout.name_of(next - 1), Some("head.bias"));
     assert_eq!(layout.name_of(next), None);

@@ -15,7 +15,8 @@
 //! - A transposed tensor is tied to the parameter that it was folded from. The earlier exporter does not name that one;
 //!   there the elements must be equal.
 //! - What the earlier exporter folds from one parameter for two nodes of a module becomes two tensors without names. They are
-//!   one again if they are equal in shape and elements, and the elements are not all the same.
+//!   one again if they are equal in shape and elements, and the elements are not all the same. One that holds the squares of
+//!   another, as for a norm, is computed from it again.
 //! - The default exporter removes a bias whose elements are all 0, and names the rule ([`biases`]).
 //! - The default exporter writes a batch normalisation in training as one in evaluation, but names the operation.
 
@@ -84,6 +85,7 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
         separate_aliases(graph, &mut restored);
     }
     let mut names = Names::of(graph);
+    separate_statistics(graph, &mut names, &mut restored);
     separate_modules(graph, &mut names, &mut restored);
     restored.biases = biases::restore(graph, &mut names);
     tie_transposed(graph, &mut restored);
@@ -259,10 +261,17 @@ fn weights(graph: &GraphProto) -> Vec<Weight> {
             readers.entry(input).or_default().push((index, at));
         }
     }
+    // A node that the exporter's optimizer made, as the `Split` of an attention's bias, says nothing itself.
+    let module = |node: &NodeProto| {
+        Module::of(node).or_else(|| {
+            let (first, _) = readers.get(node.output.first()?.as_str())?.first()?;
+            Module::of(&graph.node[*first])
+        })
+    };
     let weight = |tensor: &TensorProto| {
         let read = readers.get(tensor.name())?.iter();
         let readers: Option<Vec<_>> =
-            read.map(|(node, at)| Some((*node, *at, Module::of(&graph.node[*node])?))).collect();
+            read.map(|(node, at)| Some((*node, *at, module(&graph.node[*node])?))).collect();
         let elements = float_elements(tensor)?;
         Some(Weight {
             tensor: tensor.name().to_owned(),
@@ -318,6 +327,44 @@ impl Names {
         }
         Some(name)
     }
+}
+
+/// Gives batch normalisations running statistics of their own: the exporter merges those of a new one, zeros and ones, with
+/// biases and scales.
+fn separate_statistics(graph: &mut GraphProto, names: &mut Names, restored: &mut Restored) {
+    let is_statistic = |node: &NodeProto, at: usize| node.op_type() == "BatchNormalization" && at >= 3;
+    let mut others: HashSet<&str> = HashSet::new();
+    for node in &graph.node {
+        others.extend(
+            node.input
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| !is_statistic(node, *at))
+                .map(|(_, name)| name.as_str()),
+        );
+    }
+    let tensors: HashMap<&str, &TensorProto> =
+        graph.initializer.iter().map(|tensor| (tensor.name(), tensor)).collect();
+    let (mut moved, mut copies) = (Vec::new(), Vec::new());
+    for (index, node) in graph.node.iter().enumerate() {
+        for (at, input) in node.input.iter().enumerate().filter(|(at, _)| is_statistic(node, *at)) {
+            let Some(tensor) = tensors.get(input.as_str()).filter(|_| others.contains(input.as_str())) else {
+                continue;
+            };
+            let leaf = if at == 3 { "running_mean" } else { "running_var" };
+            let scale = node.input[1].rsplit_once('.').map_or("", |(module, _)| module);
+            let wanted = if scale.is_empty() { leaf.to_owned() } else { format!("{scale}.{leaf}") };
+            let bytes = float_elements(tensor).map_or(0, |elements| size_of_val(&elements[..]));
+            let Some(name) = names.take(&wanted, bytes) else { continue };
+            copies.push(TensorProto { name: Some(name.clone()), ..(*tensor).clone() });
+            moved.push((index, at, name));
+        }
+    }
+    for (node, at, name) in moved {
+        restored.separated.push(name.clone());
+        graph.node[node].input[at] = name;
+    }
+    graph.initializer.extend(copies);
 }
 
 /// Gives each module its own tensor where the exporter merged those of several.
@@ -472,26 +519,37 @@ fn tie_equal(graph: &mut GraphProto, restored: &mut Restored) {
             modules.entry(input).or_default().insert(module_path(node));
         }
     }
-    let mut firsts: HashMap<(&[i64], Vec<u32>), &str> = HashMap::new();
+    // A copy of a layer has weights of its own.
+    let is_folded = |tensor: &&TensorProto| {
+        modules.contains_key(tensor.name()) && !restored.separated.iter().any(|name| name == tensor.name())
+    };
+    let elements = |tensor: &TensorProto| float_elements(tensor).filter(|elements| !is_uniform(elements));
+    let key = |tensor: &TensorProto, elements: &[f32]| {
+        (tensor.dims.clone(), elements.iter().map(|element| element.to_bits()).collect::<Vec<u32>>())
+    };
+    let mut firsts: HashMap<(Vec<i64>, Vec<u32>), &str> = HashMap::new();
     let mut tied: HashMap<String, String> = HashMap::new();
-    for tensor in &graph.initializer {
-        let name = tensor.name();
-        // A copy of a layer has weights of its own.
-        if !modules.contains_key(name) || restored.separated.iter().any(|separated| separated == name) {
-            continue;
-        }
-        let Some(elements) = float_elements(tensor).filter(|elements| !is_uniform(elements)) else {
-            continue;
-        };
-        let bits = elements.iter().map(|element| element.to_bits()).collect();
-        match firsts.entry((&tensor.dims[..], bits)) {
+    for tensor in graph.initializer.iter().filter(is_folded) {
+        let Some(elements) = elements(tensor) else { continue };
+        match firsts.entry(key(tensor, &elements)) {
             Entry::Vacant(first) => {
-                first.insert(name);
+                first.insert(tensor.name());
             }
-            Entry::Occupied(first) if modules[first.get()] == modules[name] => {
-                tied.insert(name.to_owned(), (*first.get()).to_owned());
+            Entry::Occupied(first) if modules[first.get()] == modules[tensor.name()] => {
+                tied.insert(tensor.name().to_owned(), (*first.get()).to_owned());
             }
             Entry::Occupied(_) => {}
+        }
+    }
+    let mut squares: HashMap<String, String> = HashMap::new();
+    for tensor in graph.initializer.iter().filter(is_folded) {
+        let Some(mut elements) = elements(tensor).filter(|_| !tied.contains_key(tensor.name())) else {
+            continue;
+        };
+        elements.iter_mut().for_each(|element| *element *= *element);
+        let square = firsts.get(&key(tensor, &elements)).filter(|square| **square != tensor.name());
+        if let Some(square) = square.filter(|square| modules[**square] == modules[tensor.name()]) {
+            squares.insert((*square).to_owned(), tensor.name().to_owned());
         }
     }
     for input in graph.node.iter_mut().flat_map(|node| &mut node.input) {
@@ -499,8 +557,18 @@ fn tie_equal(graph: &mut GraphProto, restored: &mut Restored) {
             input.clone_from(first);
         }
     }
-    graph.initializer.retain(|tensor| !tied.contains_key(tensor.name()));
-    restored.tied.extend(tied.into_keys());
+    graph
+        .initializer
+        .retain(|tensor| !tied.contains_key(tensor.name()) && !squares.contains_key(tensor.name()));
+    let nodes = squares.iter().map(|(square, of)| NodeProto {
+        name: Some(square.clone()),
+        op_type: Some("Mul".to_owned()),
+        input: vec![of.clone(); 2],
+        output: vec![square.clone()],
+        ..NodeProto::default()
+    });
+    graph.node.splice(0..0, nodes.collect::<Vec<_>>());
+    restored.tied.extend(tied.into_keys().chain(squares.into_keys()));
 }
 
 /// Puts batch normalisations that were exported in training into training mode.

@@ -25,6 +25,11 @@ fn default_decay() -> f64 {
 }
 
 impl EmaConfig {
+    /// The share of the weights after `step` steps of the optimizer in their average.
+    pub(crate) fn share(&self, step: u64) -> f32 {
+        (1.0 - self.decay_after(step.saturating_sub(1))) as f32
+    }
+
     /// The decay of the step after `steps` others.
     fn decay_after(&self, steps: u64) -> f64 {
         match self.warmup {
@@ -61,7 +66,7 @@ impl Average {
             self.values = Some(weights.to_vec());
             return;
         };
-        let share = (1.0 - self.config.decay_after(step.saturating_sub(1))) as f32;
+        let share = self.config.share(step);
         for stretch in groups.stretches() {
             let range = stretch.range.clone();
             for (value, weight) in values[range.clone()].iter_mut().zip(&weights[range]) {
@@ -81,11 +86,17 @@ impl Average {
         groups: &Groups,
         step: u64,
     ) -> Result<(), OptimError> {
-        let (expected, found) = (groups.elements(), values.as_ref().map_or(0, Vec::len));
+        Average::check(values.as_deref(), groups, step)?;
+        self.values = values;
+        Ok(())
+    }
+
+    /// Rejects values that no average has after `step` steps of the optimizer.
+    pub(crate) fn check(values: Option<&[f32]>, groups: &Groups, step: u64) -> Result<(), OptimError> {
+        let (expected, found) = (groups.elements(), values.map_or(0, <[f32]>::len));
         if values.is_some() != (step > 0) || (step > 0 && found != expected) {
             return Err(OptimError::Length { what: "the state ema".to_owned(), expected, found });
         }
-        self.values = values;
         Ok(())
     }
 }

@@ -88,8 +88,13 @@ impl Groups {
 
     /// Whether the elements of a parameter train.
     pub(crate) fn trains(&self, range: &Range<usize>) -> bool {
-        let holds = |stretch: &Stretch| stretch.range.start <= range.start && range.end <= stretch.range.end;
-        self.stretches.iter().any(holds)
+        self.decays(range).is_some()
+    }
+
+    /// Whether a parameter decays; none if it does not train.
+    pub(crate) fn decays(&self, range: &Range<usize>) -> Option<bool> {
+        let holds = |stretch: &&Stretch| stretch.range.start <= range.start && range.end <= stretch.range.end;
+        self.stretches.iter().find(holds).map(|stretch| stretch.decays)
     }
 
     /// Sets the elements of `grad` that do not train to 0.

@@ -1,8 +1,10 @@
 //! The arithmetic of one step of each optimizer, over one stretch of the flat vectors.
 //!
-//! As PyTorch computes it, in f32; constants are computed in f64 and rounded once.
+//! As PyTorch computes it, in f32; constants are computed in f64 and rounded once. For a device, `rule` gives them to the
+//! arithmetic on tensors (`engine/stepping/optimizer.rs`).
 
-use super::config::{AdaGradConfig, AdamConfig, AdamWConfig, RmsPropConfig, SgdConfig};
+use super::config::{AdaGradConfig, AdamConfig, AdamWConfig, OptimizerConfig, RmsPropConfig, SgdConfig};
+use crate::engine::{Moments, Rule};
 
 /// What all elements of a step share.
 #[derive(Debug, Clone, Copy)]
@@ -148,5 +150,44 @@ pub(super) fn rmsprop(
             None => direction,
         };
         *w -= rate * direction;
+    }
+}
+
+/// The step of the functions above as constants, for a device: with a learning rate, a weight decay, and the steps
+/// applied before.
+pub(super) fn rule(config: &OptimizerConfig, (rate, decay, step): (f64, f64, u64)) -> Rule {
+    let shared = Step { rate, clip: 1.0, step, decay };
+    let moments = |betas: [f64; 2], epsilon: f64| {
+        let (step_size, root_correction) = corrections(betas, shared);
+        let share = |beta: f64| [beta as f32, (1.0 - beta) as f32];
+        let [first, second] = betas.map(share);
+        Moments { first, second, step_size, root_correction, epsilon: epsilon as f32 }
+    };
+    match config {
+        OptimizerConfig::Sgd(config) => Rule::Sgd {
+            rate: rate as f32,
+            decay: decay as f32,
+            momentum: (config.momentum != 0.0).then_some(config.momentum as f32),
+            nesterov: config.nesterov,
+        },
+        OptimizerConfig::AdamW(config) => {
+            Rule::AdamW { moments: moments(config.betas, config.epsilon), keep: (1.0 - rate * decay) as f32 }
+        }
+        OptimizerConfig::Adam(config) => {
+            Rule::Adam { moments: moments(config.betas, config.epsilon), decay: decay as f32 }
+        }
+        OptimizerConfig::AdaGrad(config) => Rule::AdaGrad {
+            rate: (rate / (1.0 + step as f64 * config.learning_rate_decay)) as f32,
+            decay: decay as f32,
+            epsilon: config.epsilon as f32,
+        },
+        OptimizerConfig::RmsProp(config) => Rule::RmsProp {
+            rate: rate as f32,
+            decay: decay as f32,
+            square: [config.alpha as f32, (1.0 - config.alpha) as f32],
+            epsilon: config.epsilon as f32,
+            centered: config.centered,
+            momentum: (config.momentum > 0.0).then_some(config.momentum as f32),
+        },
     }
 }

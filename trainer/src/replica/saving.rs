@@ -13,7 +13,7 @@ impl Replica {
         if self.finish().is_some() || !self.writer.is_due(self.step, self.job.checkpoint_every_steps) {
             return Ok(());
         }
-        let write = self.writing(|checkpoints, state, layout| checkpoints.write(state, layout, None));
+        let write = self.writing(|checkpoints, state, layout| checkpoints.write(state, layout, None))?;
         self.writer.write(self.step, write)
     }
 
@@ -33,7 +33,8 @@ impl Replica {
 
     /// Writes a checkpoint; durable when it returns.
     pub(crate) fn checkpoint(&mut self, finish: Option<Finish>) -> Result<()> {
-        let write = self.writing(move |checkpoints, state, layout| checkpoints.write(state, layout, finish));
+        let write =
+            self.writing(move |checkpoints, state, layout| checkpoints.write(state, layout, finish))?;
         self.writer.write(self.step, write)?;
         self.close()
     }
@@ -41,21 +42,22 @@ impl Replica {
     /// Writes a checkpoint, unless the job would continue from one of this position or of a later one. Durable when
     /// it returns.
     pub(crate) fn checkpoint_if_newest(&mut self) -> Result<()> {
-        let write = self.writing_if_newest();
+        let write = self.writing_if_newest()?;
         self.writer.write(self.step, write)?;
         self.close()
     }
 
     /// Like [`Replica::checkpoint_if_newest`], in the background, while too few workers are here.
     pub(crate) fn save_if_newest(&mut self) -> Result<()> {
-        let write = self.writing_if_newest();
+        let write = self.writing_if_newest()?;
         self.writer.save(self.step, write)
     }
 
     /// Makes one attempt at [`Replica::checkpoint_if_newest`], in place of those in progress.
     pub(crate) fn save_once(&mut self) -> Result<()> {
         self.abandon();
-        self.writing_if_newest()()
+        let write = self.writing_if_newest()?;
+        write()
     }
 
     /// Makes one attempt to save the state whose next rows did not come in time. The error of the read ends this worker
@@ -74,7 +76,7 @@ impl Replica {
         }
     }
 
-    fn writing_if_newest(&self) -> impl Fn() -> Result<()> + Send + 'static {
+    fn writing_if_newest(&self) -> Result<impl Fn() -> Result<()> + Send + 'static> {
         let (job, places, batch_rows) = (self.job.clone(), self.epoch_places, self.order.batch_rows());
         self.writing(move |checkpoints, state, layout| {
             checkpoints.write_if_newest(state, layout, |found| is_usable(&job, places, batch_rows, found))
@@ -85,10 +87,10 @@ impl Replica {
     fn writing(
         &self,
         write: impl Fn(&Checkpoints, &RunState, &ParamLayout) -> Result<()> + Send + 'static,
-    ) -> impl Fn() -> Result<()> + Send + 'static {
+    ) -> Result<impl Fn() -> Result<()> + Send + 'static> {
         let (output, checkpoints) = (self.output.clone(), self.checkpoints.clone());
-        let (state, layout) = (self.state(), self.engine.layout().clone());
-        move || output.write(|view| write(&checkpoints.through(view), &state, &layout))
+        let (state, layout) = (self.state()?, self.engine.layout().clone());
+        Ok(move || output.write(|view| write(&checkpoints.through(view), &state, &layout)))
     }
 
     /// Gives up a checkpoint that the volumes do not take, and waits for one that they take.

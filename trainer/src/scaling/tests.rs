@@ -22,7 +22,7 @@ fn models_give_the_numbers_of_the_dataset() {
     let model = crate::init::mlp(3, &[4], 2, 1).unwrap();
     let engine = Engine::load(&model, Loss::Mse, Device::Cpu).unwrap();
     let scale = LabelScale::new(vec![1e6, -5.0], vec![2e5, 0.5]);
-    let mut exported = engine.export();
+    let mut exported = engine.export().unwrap();
     scale.undo(&mut exported, engine.graph().output_name(), &engine.output_row());
     let inputs = numbers(3 * 5, 2);
     let plain = engine.logits(&inputs, 5).unwrap();
@@ -38,7 +38,7 @@ fn models_give_the_numbers_of_the_dataset() {
     // The result can be trained again, and the constants are not parameters.
     let again = Engine::load(&exported, Loss::Mse, Device::Cpu).unwrap();
     assert_eq!(again.layout(), engine.layout());
-    let mut twice = again.export();
+    let mut twice = again.export().unwrap();
     scale.undo(&mut twice, again.graph().output_name(), &again.output_row());
     run_reference(runtime(), &twice, &[3], 5, &inputs).unwrap();
 }

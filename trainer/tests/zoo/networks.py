@@ -485,6 +485,18 @@ class GroupedQueries(nn.Module):
         return self.out(self.o(y.transpose(1, 2).reshape(rows, steps, 16)).mean(1))
 
 
+class Decoded(nn.Module):
+    """Attention to a memory that is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.memory, self.out = nn.Parameter(torch.randn(1, 5, 8)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.layer(x, self.memory.expand(x.shape[0], -1, -1)).mean(1))
+
+
 def found_later():
     model("lstm_learned_state", [6, 5], LearnedState(nn.LSTM))
     model("gru_learned_state", [6, 5], LearnedState(nn.GRU))
@@ -498,3 +510,5 @@ def found_later():
             w=nn.Parameter(torch.randn(4, 8)),
         ),
     )
+    model("batchnorm_in_evaluation", [3, 8, 8], conv_head(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)))
+    model("decoder_layer", [5, 8], Decoded())

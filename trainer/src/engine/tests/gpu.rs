@@ -5,9 +5,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use millrace_testing::{Need, skip};
 
+use super::learning::fit;
 use super::measure::measure;
+use super::resident::fit_on_device;
 use super::*;
-use crate::optim::{Optimizer, OptimizerConfig};
+use crate::optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, Optimizer, OptimizerConfig, RmsPropConfig, SgdConfig,
+};
 
 const GPU: Device = Device::Cuda(0);
 /// Largest difference from the processor, in parts of 1 + the value.
@@ -106,6 +110,48 @@ fn training_on_a_gpu_has_the_losses_of_the_processor() {
         let difference = largest_difference(&losses[0], &losses[1]);
         eprintln!("{spec:?}: losses differ by {difference:e} at most, the last is {:?}", losses[0].last());
         assert!(difference <= DIFFERENCE_MAX, "{spec:?}: {losses:?}");
+    }
+}
+
+#[test]
+fn steps_that_stay_on_a_gpu_have_the_losses_of_the_processor() {
+    if !gpu_is_here() {
+        return;
+    }
+    let clip_norm = Some(1.0);
+    for config in [
+        OptimizerConfig::Sgd(SgdConfig {
+            learning_rate: 0.05,
+            nesterov: true,
+            clip_norm,
+            ..SgdConfig::default()
+        }),
+        OptimizerConfig::AdamW(AdamWConfig { clip_norm, ..AdamWConfig::default() }),
+        OptimizerConfig::Adam(AdamConfig { weight_decay: 0.01, ..AdamConfig::default() }),
+        OptimizerConfig::AdaGrad(AdaGradConfig::default()),
+        OptimizerConfig::RmsProp(RmsPropConfig {
+            learning_rate: 1e-3,
+            centered: true,
+            momentum: 0.5,
+            ..RmsPropConfig::default()
+        }),
+    ] {
+        for spec in specs() {
+            let model = spec.build().unwrap();
+            let mut batch = clusters(40, 144, 10, 8);
+            batch.inputs.iter_mut().for_each(|x| *x *= 16.0);
+            let load = |device| Engine::load(&model, Loss::CrossEntropy, device).unwrap();
+            let (mut gpu, mut cpu) = (load(GPU), load(Device::Cpu));
+            let losses = [fit_on_device(&mut gpu, &config, &batch, 20), fit(&mut cpu, &config, &batch, 20)];
+            let [found, expected] =
+                losses.each_ref().map(|losses| losses.iter().map(|loss| *loss as f32).collect::<Vec<f32>>());
+            let difference = largest_difference(&found, &expected);
+            let weights = largest_difference(gpu.weights().unwrap(), cpu.weights().unwrap());
+            eprintln!(
+                "{config:?}, {spec:?}: losses differ by {difference:e}, weights by {weights:e} at most"
+            );
+            assert!(difference <= DIFFERENCE_MAX, "{config:?}, {spec:?}: {losses:?}");
+        }
     }
 }
 

@@ -78,7 +78,7 @@ fn published_models_keep_all_outputs_and_equal_onnx_runtime() {
             .unwrap();
     }
     assert!(engine.evaluate(&batch).unwrap().0 < 0.8 * before);
-    let outputs = run_all(runtime(), &engine.export(), engine.graph(), ROWS, &batch.inputs);
+    let outputs = run_all(runtime(), &engine.export().unwrap(), engine.graph(), ROWS, &batch.inputs);
     assert_eq!(outputs.keys().collect::<Vec<_>>(), all);
     let logits = engine.logits(&batch.inputs, ROWS).unwrap();
     for (found, expected) in logits.iter().zip(&outputs["logits"]) {

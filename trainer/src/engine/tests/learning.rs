@@ -37,7 +37,7 @@ fn softmax_regression_follows_the_curve_of_a_plain_loop() {
     let Labels::Class(labels) = &batch.labels else { unreachable!() };
     let model = crate::init::mlp(width, &[], classes, 9).unwrap();
     let mut engine = Engine::load(&model, Loss::CrossEntropy, Device::Cpu).unwrap();
-    let start: Vec<f64> = engine.weights().iter().map(|w| f64::from(*w)).collect();
+    let start: Vec<f64> = engine.weights().unwrap().iter().map(|w| f64::from(*w)).collect();
     let config = SgdConfig { learning_rate: rate, momentum: 0.0, ..SgdConfig::default() };
     let curve = fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, 40);
 
@@ -98,8 +98,8 @@ fn regression_by_squared_error_finds_the_line() {
     let curve = fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, 150);
     assert!(curve[149] < 1e-6, "{}", curve[149]);
     let expected = [1.0, 0.0, -2.0, 0.0, 0.0, 3.0, 0.5, 0.0];
-    for (found, expected) in engine.weights().iter().zip(expected) {
-        assert!((found - expected).abs() < 3e-3, "{:?}", engine.weights());
+    for (found, expected) in engine.weights().unwrap().iter().zip(expected) {
+        assert!((found - expected).abs() < 3e-3, "{:?}", engine.weights().unwrap());
     }
 }
 
@@ -154,7 +154,8 @@ fn the_digits_are_learned() {
     let held_out = digits::load("digits-test.jsonl");
     let found = engine.logits(&held_out.inputs, held_out.rows).unwrap();
     let expected =
-        run_reference(environment, &engine.export(), &[64], held_out.rows, &held_out.inputs).unwrap();
+        run_reference(environment, &engine.export().unwrap(), &[64], held_out.rows, &held_out.inputs)
+            .unwrap();
     for (f, e) in found.iter().zip(&expected) {
         assert!((f - e).abs() <= 1e-5, "{f} differs from {e}");
     }

@@ -29,7 +29,7 @@ fn products_take_and_give_rounded_numbers_and_sums_keep_32_bits() {
         let (mut engine, batch) = line(width, rows, 1.0);
         engine.set_precision(precision);
         let found = engine.gradients(&batch).unwrap();
-        let weights: Vec<f64> = engine.weights().iter().map(|weight| f64::from(*weight)).collect();
+        let weights: Vec<f64> = engine.weights().unwrap().iter().map(|weight| f64::from(*weight)).collect();
         let Labels::Value(labels) = &batch.labels else { unreachable!() };
         let mut expected = vec![0.0; width + 1];
         for (x, label) in batch.inputs.chunks_exact(width).zip(labels) {

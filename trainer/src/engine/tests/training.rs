@@ -93,8 +93,11 @@ fn exported_model_is_for_inference_and_equals_the_evaluation() {
         fit(&mut engine, &rows(), 20);
         let found = engine.logits(&rows().inputs, 16).unwrap();
         assert!(found.iter().zip(&before).any(|(f, b)| (f - b).abs() > 0.1));
-        let exported = engine.export();
-        assert_eq!(prost::Message::encode_to_vec(&exported), prost::Message::encode_to_vec(&engine.export()));
+        let exported = engine.export().unwrap();
+        assert_eq!(
+            prost::Message::encode_to_vec(&exported),
+            prost::Message::encode_to_vec(&engine.export().unwrap())
+        );
         let expected = run_reference(runtime(), &exported, &[1, 6, 6], 16, &rows().inputs).unwrap();
         for (found, expected) in found.iter().zip(&expected) {
             assert!((found - expected).abs() <= 1e-5 * (1.0 + expected.abs()), "{found} {expected}");
@@ -196,7 +199,7 @@ fn derivatives_in_training_match_finite_differences() {
         };
         let found = engine.gradients(&shard).unwrap();
         assert!(found.moments.is_empty());
-        let plain = Engine::load(&engine.export(), Loss::Mse, Device::Cpu).unwrap();
+        let plain = Engine::load(&engine.export().unwrap(), Loss::Mse, Device::Cpu).unwrap();
         let expected = plain.gradients(&shard).unwrap();
         assert!((found.loss_sum - expected.loss_sum).abs() < 1e-5 * expected.loss_sum);
         for (found, expected) in found.grad.iter().zip(&expected.grad) {
@@ -312,7 +315,7 @@ fn dropout_is_the_identity_in_evaluation_and_export() {
     let engine = Engine::load(&model, Loss::Mse, Device::Cpu).unwrap();
     let inputs = numbers(3 * 6, 4);
     let found = engine.logits(&inputs, 3).unwrap();
-    let exported = engine.export();
+    let exported = engine.export().unwrap();
     assert!(exported.graph.as_ref().unwrap().node.iter().all(|node| node.op_type() != "Dropout"));
     let expected = run_reference(runtime(), &exported, &[6], 3, &inputs).unwrap();
     for (found, expected) in found.iter().zip(&expected) {

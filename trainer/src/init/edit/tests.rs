@@ -159,7 +159,7 @@ fn new_layers_of_an_exported_model_are_trained() {
             Ok::<_, crate::engine::EngineError>(())
         })
         .unwrap();
-    let moved = engine.export();
+    let moved = engine.export().unwrap();
     let tensors = &moved.graph.as_ref().unwrap().initializer;
     assert!(
         tensors.iter().any(|t| t.name() == "head.3.bias" && t.raw_data() == 0.25f32.to_le_bytes().repeat(2))
