@@ -25,8 +25,8 @@ impl Home {
     /// are on the host.
     pub(super) fn of(job: &JobFile) -> Home {
         match (job.strategy, job.device) {
-            (Strategy::Allreduce, Device::Cuda(_)) => Home::Device,
-            (Strategy::Allreduce, Device::Cpu) | (Strategy::Strict, _) => Home::Host,
+            (Strategy::Allreduce(_), Device::Cuda(_)) => Home::Device,
+            (Strategy::Allreduce(_), Device::Cpu) | (Strategy::Strict, _) => Home::Host,
         }
     }
 }
