@@ -1,5 +1,9 @@
-//! Collective operations between worker processes: a TCP ring that sums vectors of `i64` or `f32`
-//! and hands one member's state to the others.
+//! Collective operations between worker processes: sums of vectors of `i64` or `f32` over TCP, and the hand-over of
+//! one member's state to the others.
+//!
+//! Large vectors go around a ring: each rank sends to the next and receives from the previous one. Small vectors are
+//! summed by recursive doubling between partners, in about log2(ranks) exchanges instead of 2(ranks - 1). The
+//! vector's length and the number of ranks decide, so that every rank takes the same way.
 //!
 //! A [`Collective`] is bound once per process; a [`Ring`] lives for one membership epoch. Every frame carries
 //! the epoch, the step and the bucket, so data of an older epoch is never added to a newer one. A ring is
@@ -11,6 +15,7 @@
 //! All operations block the calling thread (never call them from async code) and end early when
 //! the cancellation token given to [`Collective::form`] is cancelled.
 
+mod doubling;
 mod element;
 mod error;
 mod form;
@@ -37,6 +42,10 @@ pub use ring::Ring;
 /// The most ranks a ring may have.
 pub const WORLD_MAX: usize = 1024;
 
+/// Bytes of the largest vector that is summed by recursive doubling. At 10 Gbit/s they take 52 µs, about as long as one
+/// exchange of an empty message, and they fit into a socket's buffers.
+pub const DOUBLING_BYTES_MAX: usize = 64 << 10;
+
 /// Timeouts and sizes of a collective.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -48,8 +57,11 @@ pub struct Options {
     /// Deadline for forming a ring.
     pub form_timeout: Duration,
     /// Deadline for one exchange with a neighbor. It includes the neighbor's computation, so it must be
-    /// longer than a step.
+    /// longer than a step. A later exchange of recursive doubling may take several times as long, since its partner may
+    /// wait for another one.
     pub exchange_timeout: Duration,
+    /// Bytes of the largest vector that is summed by recursive doubling; the same for all members.
+    pub doubling_bytes_max: usize,
     /// Elements summed per bucket, at least 1; each costs its bytes in a buffer.
     pub bucket_elements_max: usize,
     /// A neighbor whose machine acknowledges nothing for about this long is lost. A process that only computes
@@ -65,6 +77,7 @@ impl Options {
             encrypt: false,
             form_timeout: Duration::from_secs(10),
             exchange_timeout: Duration::from_secs(60),
+            doubling_bytes_max: DOUBLING_BYTES_MAX,
             bucket_elements_max: 1 << 18,
             silence: Duration::from_secs(5),
         }
@@ -127,9 +140,10 @@ impl Collective {
         self.address
     }
 
-    /// Connects to the next rank and waits for the previous one.
+    /// Connects to the next rank and the partners of higher ranks, and waits for the previous rank and the partners of
+    /// lower ranks.
     ///
-    /// Blocks up to `form_timeout`. Looks up a name of the next rank at each attempt to connect, and tries all of its
+    /// Blocks up to `form_timeout`. Looks up the name of a rank at each attempt to connect, and tries all of its
     /// addresses. Drops connections that do not speak the protocol, belong to another epoch or do not know the
     /// secret; they do not disturb the formation.
     pub fn form(&self, formation: &Formation, abort: CancellationToken) -> Result<Ring<'_>, Error> {

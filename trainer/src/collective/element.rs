@@ -10,6 +10,9 @@ pub trait Element: sealed::Sealed + Copy + Send {
     /// The sum of two elements.
     fn plus(self, other: Self) -> Self;
 
+    /// The sum of two elements, with the same bits for either order of them.
+    fn merge(self, other: Self) -> Self;
+
     /// Writes the element, little-endian, into [`Element::BYTES`] bytes.
     fn put(self, bytes: &mut [u8]);
 
@@ -26,6 +29,11 @@ pub enum Dtype {
     F32,
 }
 
+/// Bits of `f32`.
+const SIGN: u32 = 1 << 31;
+const INFINITY: u32 = 0x7f80_0000;
+const QUIET_NAN: u32 = 0x7fc0_0000;
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for i64 {}
@@ -38,6 +46,10 @@ impl Element for i64 {
 
     fn plus(self, other: i64) -> i64 {
         self.wrapping_add(other)
+    }
+
+    fn merge(self, other: i64) -> i64 {
+        self.plus(other)
     }
 
     fn put(self, bytes: &mut [u8]) {
@@ -57,6 +69,12 @@ impl Element for f32 {
 
     fn plus(self, other: f32) -> f32 {
         self + other
+    }
+
+    fn merge(self, other: f32) -> f32 {
+        let bits = (self + other).to_bits();
+        // Of two NaN, processors return the first. Integers, since compilers may fold tests of floats.
+        f32::from_bits(if bits & !SIGN > INFINITY { QUIET_NAN } else { bits })
     }
 
     fn put(self, bytes: &mut [u8]) {
@@ -82,6 +100,13 @@ pub(super) fn write<T: Element>(values: &[T], bytes: &mut Vec<u8>) {
 pub(super) fn add<T: Element>(values: &mut [T], bytes: &[u8]) {
     for (value, bytes) in values.iter_mut().zip(bytes.chunks_exact(T::BYTES)) {
         *value = value.plus(T::get(bytes));
+    }
+}
+
+/// Merges the elements in `bytes` into `values` ([`Element::merge`]).
+pub(super) fn merge<T: Element>(values: &mut [T], bytes: &[u8]) {
+    for (value, bytes) in values.iter_mut().zip(bytes.chunks_exact(T::BYTES)) {
+        *value = value.merge(T::get(bytes));
     }
 }
 

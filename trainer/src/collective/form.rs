@@ -1,4 +1,5 @@
-//! Ring formation: connects to the next rank, accepts the previous one and rejects all other connections.
+//! Ring formation: connects to the next rank, accepts the previous one and rejects all other connections. Partners of
+//! recursive doubling connect in the same way, the lower rank to the higher one.
 //!
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
 //! of no use. The nonces are public keys, from which the key of the frames follows in an encrypted ring
@@ -11,13 +12,14 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use millrace_leaf::backoff::Backoff;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream, lookup_host};
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
 use super::seal::{Agreement, Seal};
-use super::{Error, Formation, Options, WORLD_MAX};
+use super::{Error, Formation, Options, WORLD_MAX, doubling};
 use crate::join::dial;
 use crate::proof::{NONCE_BYTES, PROOF_BYTES, is_valid, prove};
 
@@ -36,19 +38,69 @@ const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
 const OF_ACCEPTING: &str = "millrace ring accepts";
 const OF_CONNECTING: &str = "millrace ring connects";
 
-/// A connection to a neighbor after its handshake.
+/// One direction of a connection after its handshake.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub(super) stream: TcpStream,
+pub(super) struct Link<S = TcpStream> {
+    pub(super) stream: S,
     /// The cipher of its frames, in an encrypted ring.
     pub(super) seal: Option<Seal>,
 }
 
-/// The two connections of a ring member.
+/// The connection to a partner. Both sides send frames.
+#[derive(Debug)]
+pub(super) struct Partner {
+    pub(super) rank: usize,
+    pub(super) send: Link<OwnedWriteHalf>,
+    pub(super) receive: Link<OwnedReadHalf>,
+}
+
+/// The connections of a ring member.
 #[derive(Debug)]
 pub(super) struct Links {
     pub(super) next: Link,
     pub(super) prev: Link,
+    pub(super) partners: Vec<Partner>,
+}
+
+/// The use of a connection. Only the proofs and the first frame tell it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// From a rank to the next one.
+    Ring,
+    /// Between partners.
+    Partner,
+}
+
+/// The other end of a connection that a rank needs.
+#[derive(Debug, Clone, Copy)]
+struct End {
+    role: Role,
+    rank: usize,
+}
+
+/// A connection after its handshake, with the ciphers of what this rank sends and receives.
+struct Connection {
+    stream: TcpStream,
+    seals: Option<[Seal; 2]>,
+}
+
+impl Connection {
+    /// The connection to the next rank.
+    fn into_next(self) -> Link {
+        Link { stream: self.stream, seal: self.seals.map(|[sent, _]| sent) }
+    }
+
+    /// The connection from the previous rank.
+    fn into_prev(self) -> Link {
+        Link { stream: self.stream, seal: self.seals.map(|[_, received]| received) }
+    }
+
+    fn into_partner(self, rank: usize) -> Partner {
+        let (read, write) = self.stream.into_split();
+        let (sent, received) = self.seals.map(|[sent, received]| (sent, received)).unzip();
+        let send = Link { stream: write, seal: sent };
+        Partner { rank, send, receive: Link { stream: read, seal: received } }
+    }
 }
 
 pub(super) fn check(formation: &Formation) -> Result<(), Error> {
@@ -67,40 +119,55 @@ pub(super) async fn form(
     options: &Options,
     abort: &CancellationToken,
 ) -> Result<Links, Error> {
-    let world = formation.addresses.len();
-    let next_rank = (formation.rank + 1) % world;
-    let prev_rank = (formation.rank + world - 1) % world;
-    let deadline = Instant::now() + options.form_timeout;
-    let connect = connect(formation, next_rank, options);
-    let accept = accept(listener, formation, prev_rank, options);
-    tokio::pin!(connect, accept);
-    let (mut next, mut prev) = (None, None);
-    while next.is_none() || prev.is_none() {
-        tokio::select! {
-            () = abort.cancelled() => return Err(Error::Aborted { epoch: formation.epoch }),
-            link = &mut connect, if next.is_none() => next = Some(link),
-            link = &mut accept, if prev.is_none() => prev = Some(link?),
-            () = tokio::time::sleep_until(deadline) => {
-                let rank = if prev.is_none() { prev_rank } else { next_rank };
-                return Err(Error::Timeout {
-                    rank,
-                    address: formation.addresses[rank].clone(),
-                    epoch: formation.epoch,
-                    step: 0,
-                    during: "the formation of the ring",
-                    waited: options.form_timeout,
-                });
-            }
-        }
+    let (world, rank) = (formation.addresses.len(), formation.rank);
+    let next = End { role: Role::Ring, rank: (rank + 1) % world };
+    let prev = End { role: Role::Ring, rank: (rank + world - 1) % world };
+    let partners = doubling::partners(rank, world).into_iter().map(|rank| End { role: Role::Partner, rank });
+    let (lower, higher): (Vec<End>, Vec<End>) = partners.partition(|end| end.rank < rank);
+    let accepting: Vec<End> = std::iter::once(prev).chain(lower).collect();
+    let connecting: Vec<End> = std::iter::once(next).chain(higher).collect();
+    let mut accepted: Vec<Option<Connection>> = accepting.iter().map(|_| None).collect();
+    let mut connected: Vec<Option<Connection>> = connecting.iter().map(|_| None).collect();
+    let accept = accept(listener, formation, &accepting, options, &mut accepted);
+    let connect = connect_all(formation, &connecting, options, &mut connected);
+    let both = async {
+        tokio::join!(accept, connect);
+    };
+    tokio::select! {
+        () = abort.cancelled() => return Err(Error::Aborted { epoch: formation.epoch }),
+        // At the deadline, connections are missing.
+        _ = timeout(options.form_timeout, both) => {}
     }
-    match (next, prev) {
-        (Some(next), Some(prev)) => Ok(Links { next, prev }),
-        _ => Err(Error::Aborted { epoch: formation.epoch }),
+    let mut links = accepting.into_iter().zip(accepted).chain(connecting.into_iter().zip(connected));
+    let (mut next, mut prev, mut partners) = (None, None, Vec::new());
+    let missing = links.find_map(|(end, connection)| {
+        let Some(connection) = connection else { return Some(end.rank) };
+        match end.role {
+            Role::Partner => partners.push(connection.into_partner(end.rank)),
+            Role::Ring if prev.is_none() => prev = Some(connection.into_prev()),
+            Role::Ring => next = Some(connection.into_next()),
+        }
+        None
+    });
+    match (missing, next, prev) {
+        (None, Some(next), Some(prev)) => Ok(Links { next, prev, partners }),
+        (missing, ..) => {
+            let rank = missing.unwrap_or(rank);
+            Err(Error::Timeout {
+                rank,
+                address: formation.addresses[rank].clone(),
+                epoch: formation.epoch,
+                step: 0,
+                during: "the formation of the ring",
+                waited: options.form_timeout,
+            })
+        }
     }
 }
 
 /// One connection of one epoch, with the nonces of its two sides.
 struct Edge<'a> {
+    role: Role,
     epoch: u64,
     from: usize,
     to: usize,
@@ -112,7 +179,8 @@ struct Edge<'a> {
 impl Edge<'_> {
     fn with_parts<T>(&self, use_parts: impl FnOnce(&[&[u8]]) -> T) -> T {
         let place = [self.epoch, self.from as u64, self.to as u64].map(u64::to_le_bytes).concat();
-        use_parts(&[&place, self.connecting, self.accepting, &[u8::from(self.encrypted)]])
+        let kind = [u8::from(self.encrypted), u8::from(self.role == Role::Partner)];
+        use_parts(&[&place, self.connecting, self.accepting, &kind])
     }
 
     fn prove(&self, secret: &str, purpose: &str) -> [u8; PROOF_BYTES] {
@@ -123,13 +191,12 @@ impl Edge<'_> {
         self.with_parts(|parts| is_valid(secret.as_bytes(), purpose, parts, proof))
     }
 
-    /// The connection `stream` after the handshake, for the side with the part `own` of the key.
-    fn link(&self, stream: TcpStream, own: Agreement, theirs: &[u8], secret: &str) -> Result<Link, String> {
-        let seal = match self.encrypted {
-            true => Some(self.with_parts(|parts| own.seal(theirs, secret, parts))?),
-            false => None,
-        };
-        Ok(Link { stream, seal })
+    /// The ciphers of the connecting and of the accepting side, for the side with the part `own` of the key.
+    fn seals(&self, own: Agreement, theirs: &[u8], secret: &str) -> Result<Option<[Seal; 2]>, String> {
+        match self.encrypted {
+            true => self.with_parts(|parts| own.seals(theirs, secret, parts)).map(Some),
+            false => Ok(None),
+        }
     }
 }
 
@@ -142,22 +209,43 @@ fn watch_link(stream: &TcpStream, silence: Duration) -> std::io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&probes)
 }
 
-/// Retries until the next rank accepts the connection; the caller sets the deadline.
-async fn connect(formation: &Formation, to: usize, options: &Options) -> Link {
-    let address = &formation.addresses[to];
-    let header = Header {
-        kind: Kind::Hello,
-        rank: formation.rank as u16,
-        epoch: formation.epoch,
-        step: 0,
-        bucket: to as u32,
-        phase: formation.addresses.len() as u32,
+/// The first frame of a connection from rank `from` to rank `to`.
+fn hello(formation: &Formation, role: Role, from: usize, to: usize) -> Header {
+    let kind = match role {
+        Role::Ring => Kind::Hello,
+        Role::Partner => Kind::Partner,
     };
+    let phase = formation.addresses.len() as u32;
+    Header { kind, rank: from as u16, epoch: formation.epoch, step: 0, bucket: to as u32, phase }
+}
+
+/// Connects to all of `ends`, each at its place in `connected`.
+async fn connect_all(
+    formation: &Formation,
+    ends: &[End],
+    options: &Options,
+    connected: &mut [Option<Connection>],
+) {
+    let start = |(at, end): (usize, &End)| {
+        let end = *end;
+        async move { (at, connect(formation, end, options).await) }
+    };
+    let mut connecting: FuturesUnordered<_> = ends.iter().enumerate().map(start).collect();
+    while let Some((at, connection)) = connecting.next().await {
+        connected[at] = Some(connection);
+    }
+}
+
+/// Retries until the rank accepts the connection; the caller sets the deadline.
+async fn connect(formation: &Formation, to: End, options: &Options) -> Connection {
+    let End { role, rank: to } = to;
+    let address = &formation.addresses[to];
+    let header = hello(formation, role, formation.rank, to);
     let mut backoff = Backoff::new(CONNECT_PAUSE, CONNECT_PAUSE_MAX);
     let mut attempt = 0;
     loop {
-        match greet(address, attempt, &header, options).await {
-            Ok(link) => return link,
+        match greet(address, attempt, (&header, role), options).await {
+            Ok(connection) => return connection,
             Err(reason) => {
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
             }
@@ -167,7 +255,12 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> Link {
     }
 }
 
-async fn greet(address: &str, attempt: usize, header: &Header, options: &Options) -> Result<Link, String> {
+async fn greet(
+    address: &str,
+    attempt: usize,
+    (header, role): (&Header, Role),
+    options: &Options,
+) -> Result<Connection, String> {
     let found = lookup_host(address).await.map_err(|e| format!("look up its name: {e}"))?;
     let mut found: Vec<SocketAddr> = found.collect();
     // At one of them another server may answer: the next attempt begins with the next address.
@@ -186,6 +279,7 @@ async fn greet(address: &str, attempt: usize, header: &Header, options: &Options
     let answer = receive_payload(&mut stream, &challenge, NONCE_BYTES + PROOF_BYTES).await?;
     let (theirs, proof) = answer.split_at(NONCE_BYTES);
     let edge = Edge {
+        role,
         epoch: header.epoch,
         from: usize::from(header.rank),
         to: header.bucket as usize,
@@ -199,7 +293,7 @@ async fn greet(address: &str, attempt: usize, header: &Header, options: &Options
     let proof = edge.prove(&options.secret, OF_CONNECTING);
     send(&mut stream, &Header { kind: Kind::Proof, ..*header }, &proof).await?;
     receive_payload(&mut stream, &Header { kind: Kind::Welcome, ..from_next }, 0).await?;
-    edge.link(stream, own, theirs, &options.secret)
+    Ok(Connection { stream, seals: edge.seals(own, theirs, &options.secret)? })
 }
 
 async fn send(stream: &mut TcpStream, header: &Header, payload: &[u8]) -> Result<(), String> {
@@ -218,26 +312,28 @@ async fn receive_payload(stream: &mut TcpStream, wanted: &Header, bytes: usize) 
     Ok(payload)
 }
 
-/// Accepts connections until the expected rank has connected.
+/// Accepts connections until all of `ends` have connected, each at its place in `accepted`.
 async fn accept(
     listener: &TcpListener,
     formation: &Formation,
-    from: usize,
+    ends: &[End],
     options: &Options,
-) -> Result<Link, Error> {
+    accepted: &mut [Option<Connection>],
+) {
     let mut handshakes = FuturesUnordered::new();
     // Ends handshakes, oldest first. Those that have ended are cancelled.
     let mut oldest = VecDeque::<CancellationToken>::new();
-    loop {
+    while accepted.iter().any(Option::is_none) {
         tokio::select! {
             // A handshake that has ended goes before new connections.
             biased;
             Some(done) = handshakes.next(), if !handshakes.is_empty() => {
-                if let Some(link) = done {
-                    return Ok(link);
+                if let Some((at, connection)) = done {
+                    // A rank connects again where its former connection broke.
+                    accepted[at] = Some(connection);
                 }
             }
-            accepted = listener.accept() => match accepted {
+            new = listener.accept() => match new {
                 Ok((stream, peer)) => {
                     oldest.retain(|handshake| !handshake.is_cancelled());
                     if oldest.len() >= HANDSHAKES_MAX
@@ -252,8 +348,8 @@ async fn accept(
                         let _ended = close.clone().drop_guard();
                         tokio::select! {
                             () = close.cancelled() => None,
-                            received = timeout_at(until, receive(stream, formation, from, options)) => match received {
-                                Ok(Ok(link)) => Some(link),
+                            received = timeout_at(until, receive(stream, formation, ends, options)) => match received {
+                                Ok(Ok(found)) => Some(found),
                                 Ok(Err(reason)) => {
                                     tracing::debug!(epoch = formation.epoch, %peer, reason, "ring connection refused");
                                     None
@@ -273,28 +369,29 @@ async fn accept(
     }
 }
 
+/// The accepted connection `stream` after its handshake, and its place in `ends`.
 async fn receive(
     mut stream: TcpStream,
     formation: &Formation,
-    from: usize,
+    ends: &[End],
     options: &Options,
-) -> Result<Link, String> {
+) -> Result<(usize, Connection), String> {
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
-    let hello = Header {
-        kind: Kind::Hello,
-        rank: from as u16,
-        epoch: formation.epoch,
-        step: 0,
-        bucket: formation.rank as u32,
-        phase: formation.addresses.len() as u32,
+    let received = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
+    let is_from = |end: &End| hello(formation, end.role, end.rank, formation.rank) == received.header;
+    let (at, hello) = match ends.iter().position(is_from) {
+        Some(at) if received.bytes == NONCE_BYTES => (at, received.header),
+        _ => return Err(format!("unexpected frame {:?}", received.header)),
     };
-    let theirs = receive_payload(&mut stream, &hello, NONCE_BYTES).await?;
+    let mut theirs = Vec::new();
+    read_payload(&mut stream, &received, &mut theirs).await.map_err(|fault| format!("{fault:?}"))?;
     let own = Agreement::new()?;
     let nonce = *own.public();
     let edge = Edge {
+        role: ends[at].role,
         epoch: formation.epoch,
-        from,
+        from: ends[at].rank,
         to: formation.rank,
         connecting: &theirs,
         accepting: &nonce,
@@ -308,18 +405,30 @@ async fn receive(
         return Err("wrong secret".to_owned());
     }
     send(&mut stream, &Header { kind: Kind::Welcome, ..answer }, &[]).await?;
-    edge.link(stream, own, &theirs, &options.secret)
+    let seals = edge.seals(own, &theirs, &options.secret)?;
+    Ok((at, Connection { stream, seals: seals.map(|[received, sent]| [sent, received]) }))
 }
 
 /// Proofs for tests that speak the protocol themselves.
 #[cfg(test)]
 pub(super) mod tests_support {
-    use super::{Edge, OF_ACCEPTING, OF_CONNECTING, PROOF_BYTES};
+    use super::{Edge, OF_ACCEPTING, OF_CONNECTING, PROOF_BYTES, Role};
 
     type Place = (u64, usize, usize);
 
+    /// The proof of a partner that connects.
+    pub(crate) fn partner_proof(
+        secret: &str,
+        place: Place,
+        connecting: &[u8],
+        accepting: &[u8],
+    ) -> [u8; PROOF_BYTES] {
+        let edge = Edge { role: Role::Partner, ..edge(place, connecting, accepting) };
+        edge.prove(secret, OF_CONNECTING)
+    }
+
     fn edge<'a>((epoch, from, to): Place, connecting: &'a [u8], accepting: &'a [u8]) -> Edge<'a> {
-        Edge { epoch, from, to, connecting, accepting, encrypted: false }
+        Edge { role: Role::Ring, epoch, from, to, connecting, accepting, encrypted: false }
     }
 
     pub(crate) fn connecting_proof(

@@ -17,7 +17,7 @@ pub(crate) const NOBODY: u32 = u32::MAX;
 
 const MAGIC: [u8; 4] = *b"MRR1";
 /// Grows with the form of the frames and with the order of a step's sums: ranks of different versions form no ring.
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -42,6 +42,12 @@ pub(crate) enum Kind {
     ReduceF32 = 9,
     /// A complete sum of `f32`.
     GatherF32 = 10,
+    /// The first frame of a connection between partners, as `Hello` is that of a connection of the ring.
+    Partner = 11,
+    /// A partial or complete sum of `i64`, between partners.
+    Double = 12,
+    /// A partial or complete sum of `f32`, between partners.
+    DoubleF32 = 13,
 }
 
 impl Kind {
@@ -57,6 +63,9 @@ impl Kind {
             8 => Kind::Proof,
             9 => Kind::ReduceF32,
             10 => Kind::GatherF32,
+            11 => Kind::Partner,
+            12 => Kind::Double,
+            13 => Kind::DoubleF32,
             _ => return None,
         })
     }

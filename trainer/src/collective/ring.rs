@@ -1,22 +1,27 @@
 //! The ring of one membership epoch: sums and state transfer.
+use std::future::{Future, pending};
 use std::ops::Range;
 use std::time::Duration;
 
-use tokio::io::AsyncWriteExt;
+use futures::future::join_all;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::doubling::Action;
 use super::element::{self, Dtype, Element};
-use super::form::{Link, Links};
-use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, Received, read_header, read_payload};
+use super::form::{Link, Links, Partner};
+use super::frame::{
+    Fault, HEADER_BYTES, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, Received, read_header, read_payload,
+};
 use super::seal::TAG_BYTES;
-use super::{Error, Formation, Options};
+use super::{Error, Formation, Options, doubling};
 
 /// Size of the pieces of a state, so that every rank forwards while it receives.
 const STATE_PIECE_BYTES: usize = 1 << 20;
 
-/// The connections to the two neighbors, and the operations over them.
+/// The connections to the two neighbors and to the partners, and the operations over them.
 ///
 /// Every rank must call the same operations with the same arguments (lengths, steps, source). A ring is
 /// unusable after its first error; dropping it closes the connections.
@@ -26,6 +31,7 @@ pub struct Ring<'a> {
     links: Option<Links>,
     edge: Edge,
     bucket_elements_max: usize,
+    doubling_bytes_max: usize,
     outgoing: Vec<u8>,
     incoming: Vec<u8>,
     failed: bool,
@@ -49,6 +55,7 @@ impl<'a> Ring<'a> {
                 abort,
             },
             bucket_elements_max: options.bucket_elements_max.clamp(1, (PAYLOAD_BYTES_MAX - TAG_BYTES) / 8),
+            doubling_bytes_max: options.doubling_bytes_max.min(PAYLOAD_BYTES_MAX - TAG_BYTES),
             outgoing: Vec::new(),
             incoming: Vec::new(),
             failed: false,
@@ -72,15 +79,19 @@ impl<'a> Ring<'a> {
 
     /// Replaces `values` by the element-wise sum over all ranks.
     ///
-    /// Every rank gets the same bits, whatever the order of arrival: one rank completes the sum of an element,
-    /// and the others copy it. Sums of `i64` are exact. Sums of `f32` are added in the order of the ring, so they
-    /// depend on the number of ranks. On an error `values` is unspecified; some ranks may have completed.
+    /// Every rank gets the same bits, whatever the order of arrival. Sums of `i64` are exact. Sums of `f32` depend on
+    /// the number of ranks, and on whether the vector is small: the order of their additions follows from both. On an
+    /// error `values` is unspecified; some ranks may have completed.
     pub fn all_reduce<T: Element>(&mut self, step: u64, values: &mut [T]) -> Result<(), Error> {
         self.usable()?;
         let Some(links) = &mut self.links else { return Ok(()) };
         let (edge, outgoing, incoming) = (&self.edge, &mut self.outgoing, &mut self.incoming);
         let bucket_elements_max = self.bucket_elements_max;
+        let is_small = values.len() * T::BYTES <= self.doubling_bytes_max;
         let result = self.runtime.block_on(async {
+            if is_small && !values.is_empty() {
+                return edge.reduce_small(links, step, values, outgoing, incoming).await;
+            }
             for (bucket, part) in values.chunks_mut(bucket_elements_max).enumerate() {
                 let bucket = u32::try_from(bucket).map_err(|_| Error::Invalid {
                     reason: format!("vector needs more than {} buckets", u32::MAX),
@@ -152,7 +163,25 @@ struct Edge {
     abort: CancellationToken,
 }
 
-/// The cause of a failed exchange, as this rank sees it.
+/// The connections of an exchange.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// To the next rank, from the previous one.
+    Ring,
+    /// To and from the partner at this place in [`Links::partners`].
+    Partner(usize),
+}
+
+/// One exchange of an operation.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    step: u64,
+    way: Way,
+    /// How long it may take.
+    limit: Duration,
+}
+
+/// The cause of a failed exchange, as this rank sees it: "next" receives from it, "prev" sends to it. A partner is both.
 enum Cause {
     Aborted,
     PrevLost(String),
@@ -160,8 +189,18 @@ enum Cause {
     PrevSilent,
     NextLost(String),
     NextStuck,
-    /// An upstream rank named the missing rank.
-    Told(u32),
+    /// Rank `by` named the missing rank.
+    Told {
+        culprit: u32,
+        by: usize,
+    },
+}
+
+/// A failed exchange.
+struct Broken {
+    cause: Cause,
+    /// Whether this rank's frame has left as a whole.
+    sent: bool,
 }
 
 impl Edge {
@@ -218,6 +257,44 @@ impl Edge {
         Ok(())
     }
 
+    /// Recursive doubling, in one frame per stage.
+    async fn reduce_small<T: Element>(
+        &self,
+        links: &mut Links,
+        step: u64,
+        values: &mut [T],
+        outgoing: &mut Vec<u8>,
+        incoming: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let rank = self.formation.rank;
+        let kind = match T::DTYPE {
+            Dtype::I64 => Kind::Double,
+            Dtype::F32 => Kind::DoubleF32,
+        };
+        let bytes = values.len() * T::BYTES;
+        for stage in doubling::stages(rank, self.world()) {
+            let at = links.partners.iter().position(|partner| partner.rank == stage.partner);
+            // Two ranks are neighbors in both directions.
+            let way = at.map_or(Way::Ring, Way::Partner);
+            let turn = Turn { step, way, limit: self.timeout.saturating_mul(stage.patience) };
+            let own = self.header(kind, rank, step, 0, stage.phase);
+            let theirs = self.header(kind, stage.partner, step, 0, stage.phase);
+            let (sends, receives) = (stage.action.sends(), stage.action.receives());
+            if sends {
+                element::write(values, outgoing);
+            }
+            let out = sends.then_some((&own, outgoing.as_slice()));
+            let expected = receives.then_some((&theirs, bytes));
+            self.exchange_in(links, turn, out, expected, incoming).await?;
+            match stage.action {
+                Action::Give => {}
+                Action::Add | Action::Swap => element::merge(values, incoming),
+                Action::Copy => element::read(values, incoming),
+            }
+        }
+        Ok(())
+    }
+
     async fn send_state(&self, links: &mut Links, step: u64, state: &[u8]) -> Result<(), Error> {
         let total = (state.len() as u64).to_le_bytes();
         let pieces = std::iter::once(&total[..]).chain(state.chunks(STATE_PIECE_BYTES));
@@ -265,7 +342,7 @@ impl Edge {
         Ok(state)
     }
 
-    /// Sends one frame and receives one frame concurrently; either may be absent.
+    /// Sends one frame to the next rank and receives one from the previous rank concurrently; either may be absent.
     async fn exchange(
         &self,
         links: &mut Links,
@@ -274,91 +351,145 @@ impl Edge {
         expected: Option<(&Header, usize)>,
         into: &mut Vec<u8>,
     ) -> Result<(), Error> {
-        let deadline = Instant::now() + self.timeout;
-        let Links { next, prev } = links;
-        let mut sent = out.is_none();
-        let mut received = expected.is_none();
-        let mut next_lost = false;
-        let cause = {
-            let send = send_frame(next, out);
-            let receive = receive_frame(prev, expected, into);
-            tokio::pin!(send, receive);
-            let cause = loop {
-                if sent && received {
-                    return Ok(());
-                }
-                tokio::select! {
-                    biased;
-                    () = self.abort.cancelled() => break Cause::Aborted,
-                    result = &mut receive, if !received => match result {
-                        Ok(()) => received = true,
-                        Err(cause) => break cause,
-                    },
-                    result = &mut send, if !sent => match result {
-                        Ok(()) => sent = true,
-                        // The next rank may have closed because another rank is missing. The previous rank
-                        // reports that.
-                        Err(reason) => {
-                            next_lost = true;
-                            break match received {
-                                true => Cause::NextLost(reason),
-                                false => match timeout(self.grace, &mut receive).await {
-                                    Ok(Err(cause)) => cause,
-                                    _ => Cause::NextLost(reason),
-                                },
-                            };
-                        }
-                    },
-                    () = sleep_until(deadline) => break match received {
-                        true => Cause::NextStuck,
-                        false => Cause::PrevSilent,
-                    },
-                }
-            };
-            // An abort frame can only follow a complete frame.
-            let upstream = !matches!(cause, Cause::Aborted | Cause::NextStuck);
-            if !sent && upstream && !next_lost {
-                sent = matches!(timeout(self.grace, &mut send).await, Ok(Ok(())));
+        let turn = Turn { step, way: Way::Ring, limit: self.timeout };
+        self.exchange_in(links, turn, out, expected, into).await
+    }
+
+    /// Sends one frame and receives one frame concurrently, over the connections of `turn`; either may be absent.
+    async fn exchange_in(
+        &self,
+        links: &mut Links,
+        turn: Turn,
+        out: Option<(&Header, &[u8])>,
+        expected: Option<(&Header, usize)>,
+        into: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let deadline = Instant::now() + turn.limit;
+        let Links { next, prev, partners } = &mut *links;
+        let done = match turn.way {
+            Way::Ring => self.transfer((next, prev), pending(), deadline, out, expected, into).await,
+            Way::Partner(at) => {
+                let Partner { send, receive, .. } = &mut partners[at];
+                self.transfer((send, receive), self.told(prev), deadline, out, expected, into).await
             }
-            cause
         };
+        let Err(broken) = done else { return Ok(()) };
         let kind = out.map(|(header, _)| header.kind).or(expected.map(|(header, _)| header.kind));
         let during =
             if kind == Some(Kind::State) { "the transfer of the state" } else { "the sum of the gradients" };
-        Err(self.settle(links, step, during, cause, sent).await)
+        Err(self.settle(links, turn, during, broken).await)
     }
 
-    /// Tells the next rank which rank is missing and turns the cause into an error.
-    async fn settle(
+    /// The exchange itself. It ends early with the cause that `told` returns.
+    async fn transfer<W: AsyncWrite + Unpin, R: AsyncRead + Unpin>(
         &self,
-        links: &mut Links,
-        step: u64,
-        during: &'static str,
-        cause: Cause,
-        at_boundary: bool,
-    ) -> Error {
+        (next, prev): (&mut Link<W>, &mut Link<R>),
+        told: impl Future<Output = Cause>,
+        deadline: Instant,
+        out: Option<(&Header, &[u8])>,
+        expected: Option<(&Header, usize)>,
+        into: &mut Vec<u8>,
+    ) -> Result<(), Broken> {
+        let mut sent = out.is_none();
+        let mut received = expected.is_none();
+        let mut next_lost = false;
+        let send = send_frame(next, out);
+        let receive = receive_frame(prev, expected, into);
+        tokio::pin!(send, receive, told);
+        let cause = loop {
+            if sent && received {
+                return Ok(());
+            }
+            tokio::select! {
+                biased;
+                () = self.abort.cancelled() => break Cause::Aborted,
+                result = &mut receive, if !received => match result {
+                    Ok(()) => received = true,
+                    Err(cause) => break cause,
+                },
+                result = &mut send, if !sent => match result {
+                    Ok(()) => sent = true,
+                    // The next rank may have closed because another rank is missing. The previous rank
+                    // reports that; a partner has sent its report before it closed.
+                    Err(reason) => {
+                        next_lost = true;
+                        break match received {
+                            true => Cause::NextLost(reason),
+                            false => match timeout(self.grace, &mut receive).await {
+                                Ok(Err(cause)) => cause,
+                                _ => Cause::NextLost(reason),
+                            },
+                        };
+                    }
+                },
+                cause = &mut told => break cause,
+                () = sleep_until(deadline) => break match received {
+                    true => Cause::NextStuck,
+                    false => Cause::PrevSilent,
+                },
+            }
+        };
+        // An abort frame can only follow a complete frame.
+        let upstream = !matches!(cause, Cause::Aborted | Cause::NextStuck);
+        if !sent && upstream && !next_lost {
+            sent = matches!(timeout(self.grace, &mut send).await, Ok(Ok(())));
+        }
+        Err(Broken { cause, sent })
+    }
+
+    /// Waits until the previous rank names a missing rank. While this rank exchanges with a partner, any other frame
+    /// belongs to a later operation, and the end of the connection to a rank that needs no more sums: the wait then
+    /// never ends, and the partner decides.
+    async fn told(&self, prev: &mut Link) -> Cause {
+        let overhead = prev.seal.as_ref().map_or(0, |_| TAG_BYTES);
+        let mut head = [0u8; HEADER_BYTES];
+        let received = match prev.stream.peek(&mut head).await {
+            Ok(HEADER_BYTES) => Header::decode(&head).ok(),
+            _ => None,
+        };
+        let is_abort = received.is_some_and(|received| {
+            let header = received.header;
+            header.kind == Kind::Abort && header.epoch == self.formation.epoch && received.bytes == overhead
+        });
+        if is_abort && let Ok(received) = read_frame(prev, &mut Vec::new()).await {
+            return Cause::Told { culprit: received.header.bucket, by: self.prev_rank() };
+        }
+        pending().await
+    }
+
+    /// Tells the other ranks which rank is missing and turns the cause into an error.
+    async fn settle(&self, links: &mut Links, turn: Turn, during: &'static str, broken: Broken) -> Error {
+        let Turn { step, way, limit } = turn;
+        let Broken { cause, sent } = broken;
+        let (prev_rank, next_rank) = match way {
+            Way::Ring => (self.prev_rank(), self.next_rank()),
+            Way::Partner(at) => (links.partners[at].rank, links.partners[at].rank),
+        };
         let mut culprit = match cause {
             Cause::Aborted => NOBODY,
-            Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => self.prev_rank() as u32,
-            Cause::NextLost(_) | Cause::NextStuck => self.next_rank() as u32,
-            Cause::Told(rank) => rank,
+            Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => prev_rank as u32,
+            Cause::NextLost(_) | Cause::NextStuck => next_rank as u32,
+            Cause::Told { culprit, .. } => culprit,
         };
         // After a partial frame, no other frame can be sent.
-        if at_boundary {
-            self.warn_next(&mut links.next, step, culprit).await;
-        }
-        // All ranks wait for the same missing rank, so all time out together. The previous rank may itself be
-        // waiting, or have blamed a rank that was; then it sends an abort frame with the right rank. It
+        let torn = (!sent).then_some(way);
+        self.warn(links, torn, step, culprit).await;
+        // All ranks wait for the same missing rank, so all time out together. The rank that this one waits for may
+        // itself be waiting, or have blamed a rank that was; then it sends an abort frame with the right rank. It
         // closes the connection after its last frame, so this loop waits no longer than needed.
-        if matches!(cause, Cause::PrevSilent | Cause::Told(_)) {
+        if matches!(cause, Cause::PrevSilent | Cause::Told { .. }) {
+            // The previous rank may have told it during an exchange with a partner.
+            let from = match cause {
+                Cause::Told { by, .. } if by == self.prev_rank() => Way::Ring,
+                _ => way,
+            };
             let until = Instant::now() + self.grace;
-            let mut unused = Vec::new();
-            while let Ok(Ok(received)) = timeout_at(until, read_frame(&mut links.prev, &mut unused)).await {
+            while let Ok(Ok(received)) = timeout_at(until, next_frame(links, from)).await {
                 if received.header.kind != Kind::Abort || received.header.bucket == culprit {
                     break;
                 }
                 culprit = received.header.bucket;
-                self.warn_next(&mut links.next, step, culprit).await;
+                self.warn(links, torn, step, culprit).await;
             }
         }
         let epoch = self.formation.epoch;
@@ -366,30 +497,39 @@ impl Edge {
         let Some(address) = self.formation.addresses.get(rank).cloned() else {
             return Error::Aborted { epoch };
         };
-        match cause {
+        let by = match cause {
             Cause::PrevLost(reason) | Cause::NextLost(reason) => {
-                Error::PeerLost { rank, address, epoch, step, during, reason }
+                return Error::PeerLost { rank, address, epoch, step, during, reason };
             }
-            Cause::PrevProtocol(reason) => Error::Protocol { rank, address, epoch, step, reason },
+            Cause::PrevProtocol(reason) => return Error::Protocol { rank, address, epoch, step, reason },
             Cause::PrevSilent | Cause::NextStuck => {
-                Error::Timeout { rank, address, epoch, step, during, waited: self.timeout }
+                return Error::Timeout { rank, address, epoch, step, during, waited: limit };
             }
-            Cause::Told(_) | Cause::Aborted => Error::PeerLost {
-                rank,
-                address,
-                epoch,
-                step,
-                during,
-                reason: format!("reported by rank {}", self.prev_rank()),
-            },
-        }
+            Cause::Told { by, .. } => by,
+            Cause::Aborted => self.prev_rank(),
+        };
+        let reason = format!("reported by rank {by}");
+        Error::PeerLost { rank, address, epoch, step, during, reason }
     }
 
-    async fn warn_next(&self, next: &mut Link, step: u64, culprit: u32) {
+    /// Sends `culprit` to the next rank and to all partners, but not behind a partial frame on the way `torn`.
+    async fn warn(&self, links: &mut Links, torn: Option<Way>, step: u64, culprit: u32) {
         let header = self.header(Kind::Abort, self.formation.rank, step, culprit, 0);
-        // The receiver also notices the failure when the connection closes.
-        let _ = timeout(Duration::from_millis(100), send_frame(next, Some((&header, &[])))).await;
+        let Links { next, partners, .. } = links;
+        let next = async {
+            if torn != Some(Way::Ring) {
+                warn_peer(next, &header).await;
+            }
+        };
+        let partners = partners.iter_mut().enumerate().filter(|(at, _)| torn != Some(Way::Partner(*at)));
+        let partners = join_all(partners.map(|(_, partner)| warn_peer(&mut partner.send, &header)));
+        tokio::join!(next, partners);
     }
+}
+
+async fn warn_peer<W: AsyncWrite + Unpin>(to: &mut Link<W>, header: &Header) {
+    // The receiver also notices the failure when the connection closes.
+    let _ = timeout(Duration::from_millis(100), send_frame(to, Some((header, &[])))).await;
 }
 
 /// The elements of chunk `index` out of `count`.
@@ -398,7 +538,10 @@ fn chunk(elements: usize, index: usize, count: usize) -> Range<usize> {
     cut(index)..cut(index + 1)
 }
 
-async fn send_frame(next: &mut Link, out: Option<(&Header, &[u8])>) -> Result<(), String> {
+async fn send_frame<W: AsyncWrite + Unpin>(
+    next: &mut Link<W>,
+    out: Option<(&Header, &[u8])>,
+) -> Result<(), String> {
     let Some((header, payload)) = out else { return Ok(()) };
     let Link { stream, seal } = next;
     let sealed = match seal {
@@ -427,13 +570,26 @@ async fn send_frame(next: &mut Link, out: Option<(&Header, &[u8])>) -> Result<()
 }
 
 /// Reads a frame with its payload, decrypted in an encrypted ring. Not cancel safe.
-async fn read_frame(prev: &mut Link, into: &mut Vec<u8>) -> Result<Received, Fault> {
+async fn read_frame<R: AsyncRead + Unpin>(prev: &mut Link<R>, into: &mut Vec<u8>) -> Result<Received, Fault> {
     let received = read_header(&mut prev.stream).await?;
     read_rest(prev, received, into).await
 }
 
+/// Reads a frame of the previous rank, or of a partner. Not cancel safe.
+async fn next_frame(links: &mut Links, from: Way) -> Result<Received, Fault> {
+    let mut unused = Vec::new();
+    match from {
+        Way::Ring => read_frame(&mut links.prev, &mut unused).await,
+        Way::Partner(at) => read_frame(&mut links.partners[at].receive, &mut unused).await,
+    }
+}
+
 /// Reads the payload behind a header.
-async fn read_rest(prev: &mut Link, received: Received, into: &mut Vec<u8>) -> Result<Received, Fault> {
+async fn read_rest<R: AsyncRead + Unpin>(
+    prev: &mut Link<R>,
+    received: Received,
+    into: &mut Vec<u8>,
+) -> Result<Received, Fault> {
     read_payload(&mut prev.stream, &received, into).await?;
     if let Some(seal) = &mut prev.seal {
         seal.open(&received.bound(), into).map_err(Fault::Malformed)?;
@@ -441,8 +597,8 @@ async fn read_rest(prev: &mut Link, received: Received, into: &mut Vec<u8>) -> R
     Ok(Received { bytes: into.len(), ..received })
 }
 
-async fn receive_frame(
-    prev: &mut Link,
+async fn receive_frame<R: AsyncRead + Unpin>(
+    prev: &mut Link<R>,
     expected: Option<(&Header, usize)>,
     into: &mut Vec<u8>,
 ) -> Result<(), Cause> {
@@ -459,7 +615,7 @@ async fn receive_frame(
     let overhead = prev.seal.as_ref().map_or(0, |_| TAG_BYTES);
     if got.kind == Kind::Abort && got.epoch == expected.epoch && received.bytes == overhead {
         read_rest(prev, received, into).await.map_err(fault)?;
-        return Err(Cause::Told(got.bucket));
+        return Err(Cause::Told { culprit: got.bucket, by: usize::from(expected.rank) });
     }
     if got != *expected {
         return Err(Cause::PrevProtocol(format!("sent {got:?} where {expected:?} belongs")));

@@ -1,4 +1,4 @@
-//! Encryption of the frames of a ring's connection: AES-256-GCM with a key of that connection and direction.
+//! Encryption of the frames of a connection between ranks: AES-256-GCM with a key of that connection and direction.
 //!
 //! The two sides of a connection exchange ephemeral X25519 keys as the nonces of their handshake. The key of the frames
 //! depends on these and on the job's secret, so that a secret that leaks later opens no recorded connection. Each frame
@@ -12,8 +12,8 @@ use crate::proof::{NONCE_BYTES, PROOF_BYTES, prove};
 
 /// Bytes that encryption adds to a frame.
 pub(super) const TAG_BYTES: usize = MAX_TAG_LEN;
-/// The purpose of the derived key.
-const OF_FRAMES: &str = "millrace ring frames";
+/// The purposes of the derived keys: frames of the connecting side, and those of the accepting side.
+const OF_FRAMES: [&str; 2] = ["millrace ring frames", "millrace ring answers"];
 
 /// One side's part of an agreement on a key. Its public part is the nonce of the handshake.
 pub(super) struct Agreement {
@@ -48,15 +48,16 @@ impl Agreement {
         &self.public
     }
 
-    /// The cipher that both sides get from each other's public part `theirs`, the secret and the connection's `parts`.
-    pub(super) fn seal(self, theirs: &[u8], secret: &str, parts: &[&[u8]]) -> Result<Seal, String> {
+    /// The ciphers that both sides get from each other's public part `theirs`, the secret and the connection's `parts`:
+    /// of what the connecting side sends, and of what the accepting side sends.
+    pub(super) fn seals(self, theirs: &[u8], secret: &str, parts: &[&[u8]]) -> Result<[Seal; 2], String> {
         let theirs = UnparsedPublicKey::new(&X25519, theirs);
-        let key: [u8; PROOF_BYTES] = agree_ephemeral(self.private, &theirs, |shared| {
+        let [sent, answered]: [[u8; PROOF_BYTES]; 2] = agree_ephemeral(self.private, &theirs, |shared| {
             let parts: Vec<&[u8]> = parts.iter().copied().chain([shared]).collect();
-            prove(secret.as_bytes(), OF_FRAMES, &parts)
+            OF_FRAMES.map(|purpose| prove(secret.as_bytes(), purpose, &parts))
         })
         .map_err(|_| "its public key is none".to_owned())?;
-        Seal::new(&key)
+        Ok([Seal::new(&sent)?, Seal::new(&answered)?])
     }
 }
 
@@ -94,14 +95,30 @@ impl Seal {
 mod tests {
     use super::*;
 
-    /// The ciphers of both sides of a connection.
-    fn pair(secrets: [&str; 2], parts: [&[u8]; 2]) -> [Seal; 2] {
+    /// The ciphers of both sides of a connection, of each direction.
+    fn both(secrets: [&str; 2], parts: [&[u8]; 2]) -> [[Seal; 2]; 2] {
         let (a, b) = (Agreement::new().unwrap(), Agreement::new().unwrap());
         let (public_a, public_b) = (*a.public(), *b.public());
         [
-            a.seal(&public_b, secrets[0], &[parts[0]]).unwrap(),
-            b.seal(&public_a, secrets[1], &[parts[1]]).unwrap(),
+            a.seals(&public_b, secrets[0], &[parts[0]]).unwrap(),
+            b.seals(&public_a, secrets[1], &[parts[1]]).unwrap(),
         ]
+    }
+
+    /// The ciphers of both sides of a connection for what the connecting side sends.
+    fn pair(secrets: [&str; 2], parts: [&[u8]; 2]) -> [Seal; 2] {
+        both(secrets, parts).map(|[sent, _]| sent)
+    }
+
+    #[test]
+    fn directions_have_different_keys() {
+        for directions in [[0, 0], [1, 1], [0, 1], [1, 0]] {
+            let mut sides = both(["secret"; 2], [b"place"; 2]);
+            let mut frame = b"first".to_vec();
+            sides[0][directions[0]].seal(b"header", &mut frame).unwrap();
+            let opened = sides[1][directions[1]].open(b"header", &mut frame);
+            assert_eq!(opened.is_ok(), directions[0] == directions[1], "{directions:?}");
+        }
     }
 
     #[test]
@@ -147,6 +164,6 @@ mod tests {
             other.open(header, &mut frame).unwrap_err();
         }
         // A point of small order gives the same secret to everyone.
-        Agreement::new().unwrap().seal(&[0; NONCE_BYTES], "secret", &[]).unwrap_err();
+        Agreement::new().unwrap().seals(&[0; NONCE_BYTES], "secret", &[]).unwrap_err();
     }
 }

@@ -1,5 +1,6 @@
 //! Tests of the ring: sums, state transfer, missing ranks, unauthorized connections.
 
+mod doubling;
 mod encrypted;
 
 use std::io::{Read, Write};
@@ -23,6 +24,11 @@ fn options() -> Options {
         exchange_timeout: Duration::from_secs(20),
         ..Options::new(SECRET)
     }
+}
+
+/// Sums of every size go around the ring.
+fn around() -> Options {
+    Options { doubling_bytes_max: 0, ..options() }
 }
 
 fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<String>) {
@@ -56,8 +62,9 @@ proptest! {
 
     #[test]
     fn every_rank_gets_the_sum(
-        world in 1usize..=5,
+        world in 1usize..=9,
         bucket_elements_max in 1usize..40,
+        doubling_bytes_max in 0usize..960,
         seed in proptest::collection::vec(any::<i64>(), 0..120),
     ) {
         let vectors: Vec<Vec<i64>> = (0..world as i64)
@@ -66,7 +73,7 @@ proptest! {
         let sum: Vec<i64> = (0..seed.len())
             .map(|i| vectors.iter().fold(0i64, |sum, v| sum.wrapping_add(v[i])))
             .collect();
-        let options = Options { bucket_elements_max, ..options() };
+        let options = Options { bucket_elements_max, doubling_bytes_max, ..options() };
         let results = on_ring(world, &options, |rank, mut ring| {
             let mut values = vectors[rank].clone();
             ring.all_reduce(3, &mut values).unwrap();
@@ -97,7 +104,7 @@ proptest! {
         let vectors: Vec<Vec<f32>> = (0..world as u32)
             .map(|rank| seed.iter().map(|v| f32::from_bits(v.wrapping_mul(rank * 2 + 1).rotate_left(rank))).collect())
             .collect();
-        let options = Options { bucket_elements_max, ..options() };
+        let options = Options { bucket_elements_max, ..around() };
         let results = on_ring(world, &options, |rank, mut ring| {
             let mut values = vectors[rank].clone();
             ring.all_reduce(3, &mut values).unwrap();
@@ -161,7 +168,7 @@ fn state_over_the_size_limit_is_refused() {
 #[test]
 fn dead_rank_is_named_by_all_ranks() {
     for victim in 0..4 {
-        let results = on_ring(4, &options(), |rank, mut ring| {
+        let results = on_ring(4, &around(), |rank, mut ring| {
             let mut values = vec![1i64; 1000];
             ring.all_reduce(0, &mut values).unwrap();
             if rank == victim {
@@ -182,7 +189,7 @@ fn dead_rank_is_named_by_all_ranks() {
 
 #[test]
 fn silent_rank_is_named_by_all_ranks() {
-    let options = Options { exchange_timeout: Duration::from_millis(1200), ..options() };
+    let options = Options { exchange_timeout: Duration::from_millis(1200), ..around() };
     let done = Barrier::new(4);
     let results = on_ring(4, &options, |rank, mut ring| {
         let result = match rank {
@@ -247,7 +254,11 @@ fn an_aborted_epoch_ends_waiting_at_once() {
 
 /// The first frame of rank 1 to rank 0: a nonce.
 fn hello(epoch: u64) -> Vec<u8> {
-    let header = Header { kind: Kind::Hello, rank: 1, epoch, step: 0, bucket: 0, phase: 2 };
+    first_frame(Kind::Hello, epoch)
+}
+
+fn first_frame(kind: Kind, epoch: u64) -> Vec<u8> {
+    let header = Header { kind, rank: 1, epoch, step: 0, bucket: 0, phase: 2 };
     [header.encode(&[9; 32]).as_slice(), &[9; 32]].concat()
 }
 
@@ -273,6 +284,8 @@ fn foreign_connections_do_not_disturb_the_formation() {
         Vec::new(),
         hello(6),
         hello(8),
+        // Two ranks have no partners.
+        first_frame(Kind::Partner, 7),
     ];
     for greeting in &greetings {
         let mut stranger = TcpStream::connect(&addresses[0]).unwrap();
@@ -339,7 +352,11 @@ fn silent_connections_do_not_keep_the_neighbor_from_its_place() {
 
 /// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's sum or error.
 fn answer_to<T: Element>(values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
-    let mine = Collective::bind(LOCAL, options()).unwrap();
+    answer_with(around(), values, frame)
+}
+
+fn answer_with<T: Element>(options: Options, values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
+    let mine = Collective::bind(LOCAL, options).unwrap();
     let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
     let addresses = vec![mine.address().to_string(), listener.local_addr().unwrap().to_string()];
     let to = addresses[0].clone();

@@ -82,7 +82,7 @@ impl<B: Kernels> Interpreter<B, f32> {
             Gradient::Mean(mean) => Some(self.parts(mean)?),
             Gradient::Kept(_) => None,
         };
-        let mut moves = Vec::new();
+        let mut moves: Vec<Moved<B>> = Vec::new();
         for (param, place) in state.places.iter().enumerate() {
             if place.decays.is_none() {
                 continue;

@@ -12,9 +12,10 @@ fn encrypted() -> Options {
 
 #[test]
 fn encrypted_rings_sum_and_transfer_states() {
-    for (world, bucket_elements_max) in [(2, 1), (3, 7), (5, 1 << 18)] {
+    let worlds = [(2, 1, 0), (3, 7, 0), (5, 1 << 18, 0), (2, 1, 1 << 10), (3, 7, 1 << 10), (5, 7, 1 << 10)];
+    for (world, bucket_elements_max, doubling_bytes_max) in worlds {
         let state: Vec<u8> = (0..(1 << 20) + 5).map(|i| (i * 31 % 251) as u8).collect();
-        let options = Options { bucket_elements_max, ..encrypted() };
+        let options = Options { bucket_elements_max, doubling_bytes_max, ..encrypted() };
         let results = on_ring(world, &options, |rank, mut ring| {
             let mut sums: Vec<i64> = (0..50).map(|i| i * (rank as i64 + 1)).collect();
             ring.all_reduce(1, &mut sums).unwrap();
@@ -34,8 +35,12 @@ fn encrypted_rings_sum_and_transfer_states() {
 
 #[test]
 fn dead_and_silent_ranks_of_encrypted_rings_are_named() {
-    let options = Options { exchange_timeout: Duration::from_millis(1200), ..encrypted() };
-    for is_dead in [true, false] {
+    let of = |doubling_bytes_max| Options {
+        exchange_timeout: Duration::from_millis(1200),
+        doubling_bytes_max,
+        ..encrypted()
+    };
+    for (is_dead, options) in [(true, of(0)), (false, of(0)), (true, of(1 << 14)), (false, of(1 << 14))] {
         let done = Barrier::new(4);
         let results = on_ring(4, &options, |rank, mut ring| {
             ring.all_reduce(0, &mut [1i64; 1000]).unwrap();

@@ -22,6 +22,7 @@ fn on_ranks<T: Send>(world: usize, work: impl Fn(usize, &Collective, &[String]) 
         exchange_timeout: Duration::from_secs(20),
         // Several frames for each bucket.
         bucket_elements_max: 100,
+        doubling_bytes_max: 0,
         ..Options::new("a secret")
     };
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
