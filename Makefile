@@ -55,10 +55,10 @@ test-frameworks: setup-test-frameworks ## The Python package and its examples wi
 	.local/python-frameworks/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
 	.local/python-mxnet/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
 	.local/python-frameworks/bin/python -m pip freeze | grep -Ei \
-		'^(torch|torchdata|torchft|lightning|transformers|accelerate|onnx.*|jax|tensorflow.*|mpi4py|numpy|pyarrow)=='
+		'^(torch|torchdata|torchft|lightning|transformers|accelerate|onnx.*|jax|tensorflow.*|mpi4py|numpy|pyarrow|duckdb|polars|pandas|datasets)=='
 	.local/python-mxnet/bin/python -m pip freeze | grep -Ei '^(mxnet|numpy)=='
 	mpirun --version | head -1
-	MILLRACE_REQUIRE=torch,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py \
+	MILLRACE_REQUIRE=torch,torch2,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py,onnx,onnxscript,onnxruntime,duckdb,polars,pandas,datasets \
 		MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(BUILDS)/debug/millrace \
 		.local/python-frameworks/bin/python -m unittest discover --start-directory python/tests $(ARGS)
 

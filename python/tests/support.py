@@ -29,9 +29,15 @@ DEADLINE_S = 120
 
 
 def skip(name: str, reason: str) -> None:
-    """Skips a test for this reason, or fails if MILLRACE_REQUIRE asks for what it needs."""
-    if {name, "all"} & set(os.environ.get("MILLRACE_REQUIRE", "").split(",")):
+    """Skips a test for this reason, or fails if MILLRACE_REQUIRE asks for what it needs.
+
+    A skip is also a line of the file that MILLRACE_SKIPPED names.
+    """
+    if {name, "all"} & {part.strip() for part in os.environ.get("MILLRACE_REQUIRE", "").split(",")}:
         raise AssertionError(f"{reason}, and MILLRACE_REQUIRE asks for {name}")
+    if file := os.environ.get("MILLRACE_SKIPPED"):
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(f"skipped: {name}: {reason}\n")
     raise unittest.SkipTest(reason)
 
 
@@ -59,6 +65,14 @@ def torch_or_skip() -> Any:
             os.dup2(stderr, 2)
             os.close(stderr)
             os.close(null)
+    return torch
+
+
+def torch2_or_skip(minor: int, reason: str) -> Any:
+    """PyTorch 2 of this minor version or newer; MILLRACE_REQUIRE asks for it as ``torch2``."""
+    torch = torch_or_skip()
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, minor):
+        skip("torch2", f"PyTorch {torch.__version__}: {reason}")
     return torch
 
 

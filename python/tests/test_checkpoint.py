@@ -14,7 +14,7 @@ from unittest import mock
 
 import millrace
 from millrace.volume import Writer
-from support import DEADLINE_S, HomeCase, python, run, torch_or_skip
+from support import DEADLINE_S, HomeCase, python, run, torch2_or_skip, torch_or_skip
 
 # A rank of a job that stores a tensor of its own, one that all have, and a number.
 RANK = """
@@ -178,9 +178,7 @@ class DistributedTest(HomeCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.torch = torch_or_skip()
-        if tuple(map(int, cls.torch.__version__.split(".")[:2])) < (2, 4):
-            raise unittest.SkipTest("PyTorch has no torch.distributed.checkpoint of version 2.4")
+        cls.torch = torch2_or_skip(4, "it has no torch.distributed.checkpoint of version 2.4")
         super().setUpClass()
         cls.volume = millrace.Volume("runs", create=True, home=cls.home)
         cls.meetings = tempfile.mkdtemp(prefix="millrace-meeting-")

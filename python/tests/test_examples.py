@@ -11,14 +11,13 @@ from pathlib import Path
 
 import millrace
 from examples import EXAMPLES, ExampleCase, ledger
-from support import require, skip, torch_or_skip
+from support import require, skip, torch2_or_skip
 
 
 class TorchTest(ExampleCase):
     def setUp(self) -> None:
-        self.torch = torch_or_skip()
-        if int(self.torch.__version__.split(".")[0]) < 2:
-            self.skipTest("PyTorch 1: gloo may spin at the end of a process; torchrun does not restart killed processes")
+        reason = "gloo may spin at the end of a process; torchrun does not restart killed processes"
+        self.torch = torch2_or_skip(0, reason)
         super().setUp()
 
     def test_ddp_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run(self) -> None:

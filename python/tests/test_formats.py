@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import unittest
 
@@ -117,6 +118,19 @@ class TorchTest(HomeCase):
             with self.assertRaisesRegex(millrace.UsageError, words):
                 millrace.Feed("lists:/ragged", pad=pad, home=self.home)
 
+    def test_lists_of_lists_are_refused_when_the_feed_opens(self) -> None:
+        torch_or_skip()
+        volume = millrace.Volume("nested", create=True, home=self.home)
+        boxes = pyarrow.array([[[1, 2], [3]], [[4]]], pyarrow.list_(pyarrow.list_(pyarrow.int32())))
+        with volume.open("/0.parquet", "wb") as out:
+            pyarrow.parquet.write_table(pyarrow.table({"boxes": boxes}), out)
+        for format in ("torch", "numpy"):
+            for pad in (None, {"boxes": 0}):
+                with self.assertRaisesRegex(millrace.UsageError, "boxes"):
+                    millrace.Feed("nested:/", format=format, pad=pad, home=self.home)
+        batch = next(millrace.Feed("nested:/", batch_rows=2, format="arrow", home=self.home))
+        self.assertEqual(sorted(batch["boxes"].to_pylist()), sorted(boxes.to_pylist()))
+
     def test_a_null_names_its_column(self) -> None:
         torch_or_skip()
         with self.assertRaisesRegex(millrace.ConflictError, '"score" has a null in row'):
@@ -128,12 +142,15 @@ class TorchTest(HomeCase):
 
         def train(batches: list[tuple[object, object]]) -> list[object]:
             torch.manual_seed(0)
-            model = torch.nn.Linear(4, 10)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
             for pixels, labels in batches:
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(pixels), labels.long()).backward()
+                torch.nn.functional.cross_entropy(model(pixels / (4 * ROWS)), labels.long()).backward()
                 optimizer.step()
+            for parameter, start in zip(model.parameters(), before, strict=True):
+                self.assertGreater(float((parameter.detach() - start).abs().max()), 0.01, "the steps change the weights")
             return [parameter.detach().clone() for parameter in model.parameters()]
 
         fed, by_hand = [], []
@@ -144,8 +161,17 @@ class TorchTest(HomeCase):
             ids = batch["id"].tolist()
             pixels = torch.tensor([[i * 4 + k for k in range(4)] for i in ids], dtype=torch.float32)
             by_hand.append((pixels, torch.tensor([i % 10 for i in ids], dtype=torch.uint8)))
-        for one, other in zip(train(fed), train(by_hand), strict=True):
-            self.assertTrue(torch.equal(one, other))
+        from torch.utils.data import DataLoader
+
+        from millrace.torch import FeedDataset
+
+        dataset = FeedDataset(DATASET, columns=TENSORS, home=self.home, epochs=None)
+        batches = itertools.islice(DataLoader(dataset, batch_size=None, num_workers=2), 20)
+        loaded = [(batch["pixels"].clone(), batch["label"].clone()) for batch in batches]
+        expected = train(by_hand)
+        for name, read in (("feed", fed), ("loader", loaded)):
+            for one, other in zip(train(read), expected, strict=True):
+                self.assertTrue(torch.equal(one, other), name)
 
 
 if __name__ == "__main__":

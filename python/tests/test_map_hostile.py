@@ -14,7 +14,7 @@ from unittest import mock
 
 import millrace
 from millrace import map_output, map_worker, mapping
-from support import DATASET, DEADLINE_S, PROGRAM
+from support import DATASET, DEADLINE_S, PROGRAM, require
 from test_map import GROUPS, MapCase
 
 
@@ -129,10 +129,9 @@ def small(rows):
         self.assertLess(found["peak"][-1].as_py(), 48 << 10, "KiB beyond the first table")
 
     def test_a_named_index_of_a_data_frame_is_a_column(self) -> None:
-        try:
-            import pandas
-        except ImportError:
-            self.skipTest("pandas is not installed")
+        require("pandas")
+        import pandas
+
         frame = pandas.DataFrame({"user": ["a", "b", "a"], "x": [1, 2, 3]})
         for returned, expected in [
             (frame, {"user": ["a", "b", "a"], "x": [1, 2, 3]}),

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import millrace
-from support import DEADLINE_S, PROGRAM, HomeCase, python, run, torch_or_skip
+from support import DEADLINE_S, PROGRAM, HomeCase, python, require, run, torch2_or_skip, torch_or_skip
 
 MODULES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -23,9 +23,9 @@ MODULES = ("onnx", "onnxscript", "onnxruntime")
 class PublishTest(HomeCase):
     @classmethod
     def setUpClass(cls) -> None:
-        cls.torch = torch_or_skip()
-        if tuple(map(int, cls.torch.__version__.split(".")[:2])) < (2, 6) or not all(map(importlib.util.find_spec, MODULES)):
-            raise unittest.SkipTest("PyTorch 2.6, onnx, onnxscript or onnxruntime is not installed")
+        cls.torch = torch2_or_skip(6, "the exporter needs 2.6")
+        for module in MODULES:
+            require(module)
         super().setUpClass()
         cls.torch.manual_seed(0)
         cls.model = cls.torch.nn.Sequential(

@@ -8,7 +8,7 @@ import unittest
 from unittest import mock
 
 import millrace
-from support import DEADLINE_S, HomeCase, python, torch_or_skip
+from support import DEADLINE_S, HomeCase, python, torch2_or_skip
 
 FIRST, SECOND, THIRD = ("1" * 64, "2" * 64, "3" * 64)
 
@@ -108,9 +108,7 @@ class RoundsTest(HomeCase):
         self.assertRegex(told, "^ConflictError write models:/x: round 2 of job j has begun")
 
     def test_a_checkpoint_of_torch_distributed_appears_as_a_whole_or_not_at_all(self) -> None:
-        torch = torch_or_skip()
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
-            self.skipTest("torch.distributed.checkpoint needs PyTorch 2.4")
+        torch2_or_skip(4, "torch.distributed.checkpoint needs 2.4")
         save = (
             "import torch, millrace.torch, torch.distributed.checkpoint as dcp; dcp.save({{'x': torch.ones(3)}}, "
             "storage_writer=millrace.torch.StorageWriter('runs:/dcp/{}', home=os.environ['HOME_DIR']))"

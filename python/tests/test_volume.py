@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import signal
+import tempfile
 import unittest
 from typing import Any
+from unittest import mock
 
 import fsspec
 import millrace
@@ -15,7 +17,7 @@ import numpy
 import pyarrow
 import pyarrow.dataset
 import pyarrow.fs
-from support import DEADLINE_S, ROWS, HomeCase, error_of, python, run
+from support import DEADLINE_S, ROWS, HomeCase, error_of, python, require, run
 
 
 class VolumeTest(HomeCase):
@@ -192,15 +194,52 @@ class FsspecTest(HomeCase):
         self.assertEqual(feed.rows, ROWS)
 
     def test_pandas_reads_and_writes_by_url(self) -> None:
-        try:
-            import pandas
-        except ImportError:
-            self.skipTest("pandas is not installed")
+        require("pandas")
+        import pandas
+
         options = {"home": self.home}
         read = pandas.read_parquet("millrace://digits@v1/train/1.parquet", storage_options=options)
         read[["id"]].to_csv("millrace://files/ids.csv", storage_options=options, index=False)
         again = pandas.read_csv("millrace://files/ids.csv", storage_options=options)
         self.assertEqual(again["id"].tolist(), read["id"].tolist())
+
+    def test_duckdb_reads_a_registered_file_system(self) -> None:
+        require("duckdb")
+        import duckdb
+
+        with duckdb.connect() as connection:
+            connection.register_filesystem(self.fs)
+            query = "SELECT count(*), sum(id) FROM read_parquet('millrace://digits@v1/train/*.parquet')"
+            self.assertEqual(connection.execute(query).fetchone(), (ROWS, ROWS * (ROWS - 1) // 2))
+            connection.execute("COPY (SELECT 7 AS id) TO 'millrace://files/duck.csv'")
+        self.assertEqual(self.fs.cat("files/duck.csv").split(), [b"id", b"7"])
+
+    def test_polars_reads_and_writes_open_files(self) -> None:
+        require("polars")
+        import polars
+
+        with self.fs.open("digits@v1/train/1.parquet") as file:
+            read = polars.read_parquet(file, columns=["id"])
+        with self.fs.open("files/polars.parquet", "wb") as file:
+            read.write_parquet(file)
+        with self.fs.open("files/polars.parquet") as file:
+            again = polars.read_parquet(file)
+        self.assertEqual(again["id"].to_list(), list(range(200, 400)))
+
+    def test_hugging_face_datasets_read_by_url(self) -> None:
+        require("datasets")
+        with tempfile.TemporaryDirectory(prefix="millrace-datasets-") as cache:
+            code = """
+import os
+from datasets import load_dataset
+read = load_dataset("parquet", data_files="millrace://digits@v1/train/1.parquet", split="train", columns=["id"],
+                    storage_options={"home": os.environ["HOME_DIR"]}, streaming=True)
+print(sum(row["id"] for row in read))
+"""
+            with mock.patch.dict(os.environ, {"HF_HOME": cache, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):
+                process = python(self.home, code)
+                printed, errors = process.communicate(timeout=DEADLINE_S)
+        self.assertEqual((process.returncode, printed.strip()), (0, str(sum(range(200, 400)))), errors)
 
 
 if __name__ == "__main__":
