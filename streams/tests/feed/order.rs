@@ -302,6 +302,28 @@ async fn places_and_strides_out_of_bounds_are_refused() {
 }
 
 #[tokio::test]
+async fn twelve_to_sixty_four_ranks_read_the_order_of_one() {
+    let store = data::dataset(&vec![vec![40; 6]; 5]).await;
+    for batch_rows in [50, 192] {
+        let options = PlanOptions { batch_rows, window_rows: 50, ..PlanOptions::default() };
+        let plan = Arc::new(Plan::build(&store, "train", &options).await.unwrap());
+        let feed = Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions::default()).unwrap();
+        let steps = plan.steps_for_epochs(2);
+        let whole = take(&feed, Shard::WHOLE, 0, steps).await;
+        for world in [12, 16, 32, 64] {
+            let mut parts = Vec::new();
+            for rank in 0..world {
+                parts.push(take(&feed, Shard::new(rank, world).unwrap(), 0, steps).await);
+            }
+            for (step, one) in whole.iter().enumerate() {
+                let read: Vec<u64> = parts.iter().flat_map(|part| part[step].rows.clone()).collect();
+                assert_eq!(read, one.rows, "{world} ranks, batches of {batch_rows}, step {step}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn tiny_datasets_wrap_around_inside_a_batch() {
     for rows in [1u64, 2, 3, 5] {
         let store = data::dataset(&[vec![rows]]).await;
