@@ -73,7 +73,8 @@ pub(super) fn encode(batch: &RecordBatch) -> io::Result<OwnedFd> {
 /// The size of a file that may be mapped: sealed, in memory as a whole, and not above a limit.
 pub(super) fn check(file: &OwnedFd, bytes_max: u64) -> io::Result<u64> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, what.to_owned());
-    let seals = fcntl(file, FcntlArg::F_GET_SEALS).map_err(|_| refused("the descriptor is no memory file"))?;
+    let seals =
+        fcntl(file, FcntlArg::F_GET_SEALS).map_err(|_| refused("the descriptor is no memory file"))?;
     if !SealFlag::from_bits_truncate(seals).contains(SEALS) {
         return Err(refused("the memory file is not sealed"));
     }

@@ -9,7 +9,8 @@ use super::*;
 const ROWS: usize = 1_000;
 
 fn batch(group: u32) -> RecordBatch {
-    let ids: ArrayRef = Arc::new(Int64Array::from_iter_values((0..ROWS as i64).map(|i| i + i64::from(group))));
+    let ids: ArrayRef =
+        Arc::new(Int64Array::from_iter_values((0..ROWS as i64).map(|i| i + i64::from(group))));
     let names: ArrayRef = Arc::new(StringArray::from_iter_values((0..ROWS).map(|i| format!("row {i}"))));
     RecordBatch::try_from_iter([("id", ids), ("name", names)]).unwrap()
 }
@@ -95,7 +96,9 @@ fn changed_bytes_decode_to_an_error_or_to_valid_rows() {
         if let Ok(Ok(found)) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(decode)) {
             assert_eq!(found.num_rows(), ROWS);
         }
-        assert!(memory::decode(whole.slice_with_length(0, at), &schema, ROWS).is_err() || at > whole.len() - 64);
+        assert!(
+            memory::decode(whole.slice_with_length(0, at), &schema, ROWS).is_err() || at > whole.len() - 64
+        );
     }
 }
 
