@@ -10,6 +10,7 @@ use anyhow::Result;
 use millrace_trainer::job::JobFile;
 use millrace_trainer::join::{Listen, ServerTls, Token, host_port};
 use millrace_trainer::launch::WorkerCommand;
+use millrace_trainer::spent::Spent;
 use millrace_trainer::tensorboard::Curves;
 use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
@@ -52,6 +53,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
     let (mut reached, mut unsaved, mut unread) = (0, false, false);
+    let (mut spent, mut recent) = (Spent::default(), Spent::default());
     let how = How { listen, standby: args.standby, abandon_run: args.abandon_run };
     let report = train_with(context, &job, how, context.stop.clone(), |progress| {
         if let Some(coordinator) = &progress.waiting_for {
@@ -93,12 +95,18 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         let validation = progress
             .evaluation
             .map_or(String::new(), |evaluation| format!(", validation loss {:.4}", evaluation.loss));
+        // Reports of other events repeat the total.
+        if progress.spent != spent {
+            recent = progress.spent.since(spent);
+            spent = progress.spent;
+        }
         shown.set_message(format!(
-            "train, epoch {}, loss {:.4}{validation}, {} workers, {} samples/s",
+            "train, epoch {}, loss {:.4}{validation}, {} workers, {} samples/s{}",
             progress.epoch,
             progress.loss,
             progress.worker_pids.len(),
-            count(progress.samples_per_second as u64)
+            count(progress.samples_per_second as u64),
+            stalls(recent)
         ));
         if let Some(curves) = &mut curves {
             curves.progress(&progress);
@@ -165,6 +173,13 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             if report.already_published { String::new() } else { count(report.samples_per_second as u64) },
         ],
         vec![
+            "time of rank 0".to_owned(),
+            spent.shares().map_or(String::new(), |shares| {
+                let texts = shares.map(|(cause, share)| format!("{cause} {:.1} %", 100.0 * share));
+                texts.join(", ")
+            }),
+        ],
+        vec![
             "model".to_owned(),
             report
                 .version
@@ -206,6 +221,14 @@ pub(super) fn job_of(file: &Path, seed: Option<u64>, device: Option<DeviceArg>) 
         job.device = device.as_str().parse()?;
     }
     Ok(job)
+}
+
+/// What recent steps have waited for, where that is a hundredth of their time or more.
+fn stalls(recent: Spent) -> String {
+    let waits =
+        recent.shares().into_iter().flatten().filter(|(cause, share)| *cause != "compute" && *share >= 0.01);
+    let waits: Vec<String> = waits.map(|(cause, share)| format!("{cause} {:.0} %", 100.0 * share)).collect();
+    if waits.is_empty() { String::new() } else { format!(", waits: {}", waits.join(", ")) }
 }
 
 /// How a stopped training ended: `durable` is the step of its newest checkpoint, `reached` the last step that the

@@ -90,6 +90,7 @@ mod scaling;
 pub mod script;
 mod shards;
 mod source;
+pub mod spent;
 mod state;
 mod statistics;
 pub mod strategy;

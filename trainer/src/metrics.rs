@@ -1,7 +1,12 @@
 //! Prometheus metrics of the coordinator, registered in the default registry on first use.
 use std::sync::LazyLock;
 
-use prometheus::{Gauge, IntCounter, IntGauge, register_gauge, register_int_counter, register_int_gauge};
+use prometheus::{
+    CounterVec, Gauge, IntCounter, IntGauge, register_counter_vec, register_gauge, register_int_counter,
+    register_int_gauge,
+};
+
+use crate::spent::Spent;
 
 /// Workers that are members of the current membership epoch.
 pub const WORKERS_ALIVE: &str = "millrace_trainer_workers_alive";
@@ -15,6 +20,8 @@ pub const STEPS_TOTAL: &str = "millrace_trainer_steps_total";
 pub const ROWS_TOTAL: &str = "millrace_trainer_rows_total";
 /// Model versions published, over all jobs of this process.
 pub const MODELS_PUBLISHED_TOTAL: &str = "millrace_trainer_models_published_total";
+/// Seconds of rank 0's steps by cause: feed, compute, communication, checkpoint. Over all jobs of this process.
+pub const STEP_SECONDS_TOTAL: &str = "millrace_trainer_step_seconds_total";
 /// Mean loss of the last evaluation on a validation dataset.
 pub const VALIDATION_LOSS: &str = "millrace_trainer_validation_loss";
 /// Accuracy of the last evaluation on a validation dataset; not of regression.
@@ -44,6 +51,9 @@ static STEPS: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(STEPS_TOTAL, "Training steps applied."));
 static ROWS: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(ROWS_TOTAL, "Rows of applied training steps."));
+static STEP_SECONDS: LazyLock<Option<CounterVec>> = LazyLock::new(|| {
+    register_counter_vec!(STEP_SECONDS_TOTAL, "Seconds of rank 0's steps, by cause.", &["cause"]).ok()
+});
 static PUBLISHED: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(MODELS_PUBLISHED_TOTAL, "Model versions published."));
 static EVALUATED_LOSS: LazyLock<Option<Gauge>> = LazyLock::new(|| {
@@ -73,6 +83,14 @@ pub(crate) fn epoch_formed() {
 pub(crate) fn record_progress(steps: u64, rows: u64) {
     add(&STEPS, steps);
     add(&ROWS, rows);
+}
+
+pub(crate) fn record_time(spent: Spent) {
+    for (cause, microseconds) in spent.parts() {
+        if let Some(counters) = STEP_SECONDS.as_ref() {
+            counters.with_label_values(&[cause]).inc_by(microseconds as f64 / 1e6);
+        }
+    }
 }
 
 pub(crate) fn record_evaluation(loss: f64, accuracy: Option<f64>) {

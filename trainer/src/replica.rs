@@ -28,6 +28,7 @@ use crate::output::Output;
 use crate::precision::{LossScale, Precision};
 use crate::reader::{Interrupt, Reader, Reading, Wishes};
 use crate::source::{self, Sources, Use};
+use crate::spent::Spent;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
@@ -87,6 +88,10 @@ pub(crate) struct Replica {
     lineage: Lineage,
     /// How long this step has waited for sums of the ring.
     waited: Duration,
+    /// How long this step has waited for rows.
+    reading: Duration,
+    /// The time of all steps.
+    spent: Spent,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
     /// The digest of the rows of every epoch, once known, if each is a pass over one dataset.
@@ -153,6 +158,8 @@ impl Replica {
             step: 0,
             lineage: Lineage::new(job.strategy),
             waited: Duration::ZERO,
+            reading: Duration::ZERO,
+            spent: Spent::default(),
             prefetched: None,
             pass_digest: None,
             epoch_places: order.epochs(&job)?,
@@ -324,6 +331,11 @@ impl Replica {
         )
     }
 
+    /// Where the time of this worker's steps went.
+    pub(crate) fn spent(&self) -> Spent {
+        self.spent
+    }
+
     /// Epochs completed.
     pub(crate) fn epochs(&self) -> u64 {
         self.ledger.epochs.len() as u64
@@ -433,7 +445,7 @@ impl Replica {
         tally.leave = u64::from(wishes.leave);
         tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
-        self.waited = Duration::ZERO;
+        (self.waited, self.reading) = (Duration::ZERO, Duration::ZERO);
         let mut loss_scale = self.loss_scale;
         let step_places = self.order.places_of_step(self.step);
         let mut held = None;
@@ -491,6 +503,13 @@ impl Replica {
                 Err(reason) => return Err(self.miscounted(epoch, reason.to_string())),
             }
         }
+        let waits = self.waited + self.reading;
+        self.spent = self.spent.plus(Spent {
+            feed_us: self.reading.as_micros() as u64,
+            compute_us: began.elapsed().saturating_sub(waits).as_micros() as u64,
+            communication_us: self.waited.as_micros() as u64,
+            checkpoint_us: 0,
+        });
         tracing::trace!(
             step = self.step,
             gradients_us = summed.as_micros() as u64,
@@ -649,7 +668,10 @@ impl Replica {
             None
         });
         let what = format!("step {}: read dataset {}", self.step, self.job.dataset);
-        let read = self.reader.read(&self.feed, (self.step, slots), foreseen, &what, interrupted)?;
+        let began = Instant::now();
+        let read = self.reader.read(&self.feed, (self.step, slots), foreseen, &what, interrupted);
+        self.reading += began.elapsed();
+        let read = read?;
         let Some(batch) = read else { return Ok(None) };
         let (feed, (step, wanted)) = (self.feed.clone(), next.clone());
         let reading = self.runtime.spawn(async move { feed.batch(step, wanted).await });

@@ -358,6 +358,7 @@ fn report(replica: &Replica, loss: f64) -> Report {
         loss,
         rows: replica.rows(),
         evaluation: replica.last_evaluation(),
+        spent: replica.spent(),
     }
 }
 

@@ -23,6 +23,7 @@ use crate::launch::WorkerCommand;
 use crate::lease::Lease;
 use crate::metrics;
 use crate::proof::{Nonce, nonce};
+use crate::spent::Spent;
 use crate::validation::Evaluation;
 
 mod actor;
@@ -43,6 +44,8 @@ pub(crate) struct Report {
     pub(crate) loss: f64,
     pub(crate) rows: u64,
     pub(crate) evaluation: Option<Evaluation>,
+    /// Where the time of rank 0 went, over all workers that had the rank.
+    pub(crate) spent: Spent,
     pub(crate) pids: Vec<u32>,
     pub(crate) membership_epoch: u64,
     /// Workers that have to join before training can go on.
@@ -189,6 +192,7 @@ pub(crate) async fn run(
         address,
         formed: None,
         report: Report { listening, ..Report::default() },
+        spent: Spent::default(),
         unsaved: None,
         dismissed: Vec::new(),
         ring_nonce,
@@ -290,6 +294,8 @@ struct Actor<'a> {
     address: SocketAddr,
     formed: Option<Instant>,
     report: Report,
+    /// The last total that rank 0 has told.
+    spent: Spent,
     /// The member whose checkpoint the volumes do not take.
     unsaved: Option<MemberId>,
     /// Members of other machines for which the job is over. They are told once it is certain that this process may.

@@ -22,6 +22,7 @@ use crate::collective;
 use crate::error::{Error, Result};
 use crate::launch::WorkerEnv;
 use crate::outage::Outage;
+use crate::spent::Spent;
 use crate::validation::Evaluation;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
@@ -81,6 +82,7 @@ pub(crate) struct Report {
     pub(crate) loss: f64,
     pub(crate) rows: u64,
     pub(crate) evaluation: Option<Evaluation>,
+    pub(crate) spent: Spent,
 }
 
 enum Notice {
@@ -557,6 +559,10 @@ async fn report(
             epoch: report.epoch,
             loss: report.loss,
             rows: report.rows,
+            feed_us: report.spent.feed_us,
+            compute_us: report.spent.compute_us,
+            communication_us: report.spent.communication_us,
+            checkpoint_us: report.spent.checkpoint_us,
             evaluation: report.evaluation.map(Into::into),
         });
         if outgoing.send(proto::FromWorker { message: Some(progress) }).await.is_err() {

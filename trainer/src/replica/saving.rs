@@ -1,9 +1,12 @@
 //! Checkpoints of a replica: in the background while it trains, and before it ends or leaves.
 
+use std::time::Instant;
+
 use super::{Replica, is_usable};
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::engine::ParamLayout;
 use crate::error::Result;
+use crate::spent::Spent;
 use crate::state::RunState;
 
 impl Replica {
@@ -13,8 +16,12 @@ impl Replica {
         if self.finish().is_some() || !self.writer.is_due(self.step, self.job.checkpoint_every_steps) {
             return Ok(());
         }
+        let began = Instant::now();
         let write = self.writing(|checkpoints, state, layout| checkpoints.write(state, layout, None))?;
-        self.writer.write(self.step, write)
+        let written = self.writer.write(self.step, write);
+        let checkpoint_us = began.elapsed().as_micros() as u64;
+        self.spent = self.spent.plus(Spent { checkpoint_us, ..Spent::default() });
+        written
     }
 
     /// Looks in the background whether the last due checkpoint was written. The worker that had to may have died.

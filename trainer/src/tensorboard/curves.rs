@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::EventFile;
 use crate::error::Result;
+use crate::spent::Spent;
 use crate::train::{Progress, TrainReport};
 use crate::validation::Evaluation;
 
@@ -15,6 +16,8 @@ pub struct Curves {
     events: Option<EventFile>,
     /// The last step that was written, or from which this start continues; none before the first one.
     last: Option<u64>,
+    /// The time at the last report.
+    spent: Spent,
     evaluated: BTreeSet<u64>,
 }
 
@@ -24,7 +27,12 @@ impl Curves {
     /// # Errors
     /// [`crate::Error::Io`] names the directory.
     pub fn create(directory: &Path) -> Result<Curves> {
-        Ok(Curves { events: Some(EventFile::create(directory)?), last: None, evaluated: BTreeSet::new() })
+        Ok(Curves {
+            events: Some(EventFile::create(directory)?),
+            last: None,
+            spent: Spent::default(),
+            evaluated: BTreeSet::new(),
+        })
     }
 
     /// Writes what is new in a report of the progress.
@@ -50,6 +58,14 @@ impl Curves {
                     ("train/workers", progress.worker_pids.len() as f64),
                 ],
             );
+            let spent = progress.spent.since(self.spent);
+            self.spent = progress.spent;
+            let shares = spent.shares().into_iter().flatten();
+            let shares: Vec<(String, f64)> =
+                shares.map(|(cause, share)| (format!("time/{cause}"), share)).collect();
+            let shares: Vec<(&str, f64)> =
+                shares.iter().map(|(name, share)| (name.as_str(), *share)).collect();
+            self.scalars(progress.step, &shares);
         }
         self.last = Some(progress.step.max(last));
         // Quick evaluations are seen at the end only.

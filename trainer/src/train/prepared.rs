@@ -129,6 +129,7 @@ impl Prepared {
                 loss: seen.loss,
                 evaluation: seen.evaluation,
                 samples_per_second: rows / elapsed,
+                spent: seen.spent,
                 worker_pids: seen.pids,
                 membership_epoch: seen.membership_epoch,
                 workers_missing: seen.missing,

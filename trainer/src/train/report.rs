@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::checked::{Checked, Crew};
 use crate::engine::Loss;
+use crate::spent::Spent;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation};
 
@@ -27,6 +28,8 @@ pub struct Progress {
     pub evaluation: Option<Evaluation>,
     /// Rows of applied steps since this call of [`train`](super::train) began, per second of training.
     pub samples_per_second: f64,
+    /// Where the time of rank 0 went during this call of [`train`](super::train).
+    pub spent: Spent,
     /// Process ids of the workers in the current membership epoch, in rank order.
     pub worker_pids: Vec<u32>,
     /// The membership epoch; it grows whenever workers join or leave.

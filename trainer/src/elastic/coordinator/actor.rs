@@ -11,6 +11,7 @@ use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::error::Result;
 use crate::launch::{RingEnv, WorkerEnv, describe_exit};
 use crate::metrics;
+use crate::spent::Spent;
 
 /// Longest name of an exchange in a heartbeat.
 const EXCHANGE_CHARS_MAX: usize = 60;
@@ -166,12 +167,23 @@ impl Actor<'_> {
                 self.membership.record_contact(member, now);
                 self.membership.record_progress(progress.step);
                 let before = (self.report.step, self.report.rows);
+                let total = Spent {
+                    feed_us: progress.feed_us,
+                    compute_us: progress.compute_us,
+                    communication_us: progress.communication_us,
+                    checkpoint_us: progress.checkpoint_us,
+                };
+                let spent = total.since(self.spent);
+                self.spent = total;
+                metrics::record_time(spent);
+                let spent = self.report.spent.plus(spent);
                 self.report = Report {
                     step: progress.step,
                     epoch: progress.epoch,
                     loss: progress.loss,
                     rows: progress.rows,
                     evaluation: progress.evaluation.map(Into::into),
+                    spent,
                     pids: self.membership.pids(),
                     membership_epoch: self.membership.epoch(),
                     missing: self.report.missing,
