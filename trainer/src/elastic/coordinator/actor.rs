@@ -430,6 +430,7 @@ mod tests {
             address: "127.0.0.1:1".parse().unwrap(),
             formed: None,
             report: Report::default(),
+            spent: Spent::default(),
             unsaved: None,
             dismissed: Vec::new(),
             ring_nonce: nonce().unwrap(),
