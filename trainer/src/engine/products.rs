@@ -44,6 +44,11 @@ impl<E> Product<E> {
         &self.range
     }
 
+    /// Elements of both factors.
+    pub(crate) fn elements(&self) -> usize {
+        self.left.len() + self.right.len()
+    }
+
     /// Elements of a row of the matrix; at least 1.
     pub(crate) fn width(&self) -> usize {
         (self.right.len() / self.rows.max(1)).max(1)

@@ -20,7 +20,6 @@
 //! - The default exporter removes a bias whose elements are all 0, and names the rule ([`biases`]).
 //! - The default exporter writes a batch normalisation in training as one in evaluation, but names the operation.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
@@ -511,47 +510,68 @@ fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
     graph.node.splice(0..0, nodes);
 }
 
-/// Lets nodes of one module read one tensor where the earlier exporter folded a parameter for each of them.
+/// Lets nodes of one module read one tensor where the earlier exporter folded a parameter for each of them, and computes
+/// squares from what they are of.
+///
+/// Layers of one recurrent module share its path, and nodes of the outermost module have none. So equal tensors of these stay
+/// apart, as those of a copied layer do.
 fn tie_equal(graph: &mut GraphProto, restored: &mut Restored) {
     let mut modules: HashMap<&str, HashSet<Option<String>>> = HashMap::new();
+    let mut recurrent: HashSet<&str> = HashSet::new();
     for node in &graph.node {
         for input in node.input.iter().filter(|input| input.starts_with(NAMELESS)) {
             modules.entry(input).or_default().insert(module_path(node));
+            if matches!(node.op_type(), "LSTM" | "GRU" | "RNN") {
+                recurrent.insert(input);
+            }
         }
     }
     // A copy of a layer has weights of its own.
     let is_folded = |tensor: &&TensorProto| {
-        modules.contains_key(tensor.name()) && !restored.separated.iter().any(|name| name == tensor.name())
+        let name = tensor.name();
+        modules.contains_key(name)
+            && !recurrent.contains(name)
+            && !restored.separated.iter().any(|separated| separated == name)
     };
     let elements = |tensor: &TensorProto| float_elements(tensor).filter(|elements| !is_uniform(elements));
     let key = |tensor: &TensorProto, elements: &[f32]| {
         (tensor.dims.clone(), elements.iter().map(|element| element.to_bits()).collect::<Vec<u32>>())
     };
-    let mut firsts: HashMap<(Vec<i64>, Vec<u32>), &str> = HashMap::new();
-    let mut tied: HashMap<String, String> = HashMap::new();
+    // Tensors with the same elements, in the order of the model.
+    let mut equal: HashMap<(Vec<i64>, Vec<u32>), Vec<&str>> = HashMap::new();
     for tensor in graph.initializer.iter().filter(is_folded) {
-        let Some(elements) = elements(tensor) else { continue };
-        match firsts.entry(key(tensor, &elements)) {
-            Entry::Vacant(first) => {
-                first.insert(tensor.name());
-            }
-            Entry::Occupied(first) if modules[first.get()] == modules[tensor.name()] => {
-                tied.insert(tensor.name().to_owned(), (*first.get()).to_owned());
-            }
-            Entry::Occupied(_) => {}
+        if let Some(elements) = elements(tensor) {
+            equal.entry(key(tensor, &elements)).or_default().push(tensor.name());
         }
     }
-    let mut squares: HashMap<String, String> = HashMap::new();
+    let is_within_one = |name: &str| modules[name].iter().all(Option::is_some);
+    let mut tied: BTreeMap<String, String> = BTreeMap::new();
+    for names in equal.values() {
+        for other in &names[1..] {
+            if is_within_one(other) && modules[names[0]] == modules[other] {
+                tied.insert((*other).to_owned(), names[0].to_owned());
+            }
+        }
+    }
+    // What each square is of. One of several equal tensors might be another parameter.
+    let mut squares: BTreeMap<String, String> = BTreeMap::new();
     for tensor in graph.initializer.iter().filter(is_folded) {
-        let Some(mut elements) = elements(tensor).filter(|_| !tied.contains_key(tensor.name())) else {
-            continue;
-        };
+        let Some(mut elements) = elements(tensor) else { continue };
+        let same = &equal[&key(tensor, &elements)];
+        let is_alone = same.iter().all(|name| *name == tensor.name() || tied.contains_key(*name));
         elements.iter_mut().for_each(|element| *element *= *element);
-        let square = firsts.get(&key(tensor, &elements)).filter(|square| **square != tensor.name());
-        if let Some(square) = square.filter(|square| modules[**square] == modules[tensor.name()]) {
+        let Some([square]) = equal.get(&key(tensor, &elements)).map(Vec::as_slice) else { continue };
+        if is_alone && *square != tensor.name() && modules[square] == modules[tensor.name()] {
             squares.insert((*square).to_owned(), tensor.name().to_owned());
         }
     }
+    // A square of a square stays, so that no node reads a later one.
+    let chained: Vec<String> = squares
+        .iter()
+        .filter(|(_, of)| squares.contains_key(*of))
+        .map(|(square, _)| square.clone())
+        .collect();
+    squares.retain(|square, _| !chained.contains(square));
     for input in graph.node.iter_mut().flat_map(|node| &mut node.input) {
         if let Some(first) = tied.get(input) {
             input.clone_from(first);

@@ -52,11 +52,55 @@ fn tied_and_transposed_weights_are_tied() {
     }
 }
 
-/// What the earlier exporter folds twice from one parameter: `[1, 4, 8]` of `[4, 8]`.
+/// What the earlier exporter folds from one parameter for two nodes, and layers that only look alike.
 #[test]
-fn parameters_that_were_folded_twice_are_one() {
+fn squares_of_a_parameter_are_computed_and_equal_layers_stay_apart() {
+    let squares = exported("earlier/cosine_similarity");
     assert_eq!(restored("earlier/cosine_similarity").tied.len(), 1);
     assert_eq!(restored("earlier/bert_4_layers").tied, [""; 0]);
+    let tensor = |name: &str, values: &[f32]| TensorProto {
+        name: Some(name.to_owned()),
+        dims: vec![values.len() as i64],
+        data_type: Some(1),
+        float_data: values.to_vec(),
+        ..TensorProto::default()
+    };
+    let node = |op: &str, name: &str, inputs: &[&str]| NodeProto {
+        op_type: Some(op.to_owned()),
+        name: Some(name.to_owned()),
+        input: inputs.iter().map(|input| (*input).to_owned()).collect(),
+        output: vec![format!("{name}_output_0")],
+        ..NodeProto::default()
+    };
+    let tied = |nodes: Vec<NodeProto>, tensors: Vec<TensorProto>| {
+        let mut model = squares.clone();
+        model.graph = Some(GraphProto { node: nodes, initializer: tensors, ..GraphProto::default() });
+        restore(&mut model).tied
+    };
+    let (x, y) = (tensor("onnx::A_1", &[1.0, 3.0]), tensor("onnx::A_2", &[1.0, 3.0]));
+    let both = || vec![x.clone(), y.clone()];
+    let reads = |path: &str| {
+        vec![
+            node("Mul", &format!("{path}/Mul"), &["x", "onnx::A_1"]),
+            node("Add", &format!("{path}/Add"), &["x", "onnx::A_2"]),
+        ]
+    };
+    assert_eq!(tied(reads("/part"), both()), ["onnx::A_2"]);
+    assert_eq!(tied(reads(""), both()), [""; 0], "nodes of the outermost module");
+    let layers = vec![
+        node("LSTM", "/rnn/LSTM", &["x", "onnx::A_1"]),
+        node("LSTM", "/rnn/LSTM_1", &["x", "onnx::A_2"]),
+    ];
+    assert_eq!(tied(layers, both()), [""; 0], "layers of one module");
+    // A square of a square stays.
+    let powers = vec![
+        tensor("onnx::A_1", &[2.0, 3.0]),
+        tensor("onnx::A_2", &[4.0, 9.0]),
+        tensor("onnx::A_3", &[16.0, 81.0]),
+    ];
+    let mut nodes = reads("/part");
+    nodes.push(node("Sub", "/part/Sub", &["x", "onnx::A_3"]));
+    assert_eq!(tied(nodes, powers), ["onnx::A_2"]);
 }
 
 #[test]

@@ -35,6 +35,8 @@ pub(super) struct Strict {
     largest: Vec<(usize, f32)>,
     /// Gradients that are not in `sums` yet, each with the position of its part in `largest`.
     products: Vec<(usize, Product<f32>)>,
+    /// Elements of the factors of `products`.
+    held: usize,
 }
 
 impl Strict {
@@ -50,7 +52,24 @@ impl Strict {
             parameters: 0,
             largest: Vec::new(),
             products: Vec::new(),
+            held: 0,
         })
+    }
+
+    /// Adds the gradients that are held as factors.
+    fn add_held(&mut self) -> Result<(), FixedError> {
+        self.held = 0;
+        let mut products = std::mem::take(&mut self.products);
+        // Stable, though the order within a matrix does not matter for integers.
+        products.sort_by_key(|(_, product)| product.range().start);
+        for of_matrix in products.chunk_by(|(_, one), (_, other)| one.range() == other.range()) {
+            let found = add_products(self.tried, &mut self.sums, of_matrix)?;
+            for ((position, _), found) in of_matrix.iter().zip(found) {
+                let largest = &mut self.largest[*position].1;
+                *largest = largest.max(found);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -69,6 +88,7 @@ impl Reduction for Strict {
         self.sums.resize(parameters, 0);
         self.largest.clear();
         self.products.clear();
+        self.held = 0;
     }
 
     fn form(&self) -> Option<Arc<Buckets>> {
@@ -86,21 +106,17 @@ impl Reduction for Strict {
         }
         let position = self.largest.len();
         self.largest.push((part, largest));
+        self.held += found.products.iter().map(Product::elements).sum::<usize>();
         self.products.extend(found.products.into_iter().map(|product| (position, product)));
+        // Long sequences have factors larger than the gradient.
+        if self.held > self.parameters {
+            self.add_held()?;
+        }
         Ok(())
     }
 
     fn finish(&mut self) -> Result<Vec<(usize, f32)>, FixedError> {
-        let mut products = std::mem::take(&mut self.products);
-        // Stable, though the order within a matrix does not matter for integers.
-        products.sort_by_key(|(_, product)| product.range().start);
-        for of_matrix in products.chunk_by(|(_, one), (_, other)| one.range() == other.range()) {
-            let found = add_products(self.tried, &mut self.sums, of_matrix)?;
-            for ((position, _), found) in of_matrix.iter().zip(found) {
-                let largest = &mut self.largest[*position].1;
-                *largest = largest.max(found);
-            }
-        }
+        self.add_held()?;
         Ok(std::mem::take(&mut self.largest))
     }
 

@@ -85,6 +85,33 @@ fn sums_of_factors_depend_on_no_grouping() {
     assert_eq!(together.sums, apart);
 }
 
+/// Factors that are larger than the gradient are added at once, with the same sums and magnitudes.
+#[test]
+fn long_factors_are_not_held() {
+    let range = 0..8 * 600;
+    let numbers = |seed: u64| (numbers(900 * 8, seed), numbers(900 * 600, seed + 1));
+    let sums = |parameters: usize| {
+        let engine = engine();
+        let form = Buckets::single(engine.graph(), true, |_| false);
+        let mut strict = Strict::new(3, form).unwrap();
+        strict.begin();
+        strict.clear(parameters);
+        let mut most_held = 0;
+        for part in 0..3 {
+            let (left, right) = numbers(part as u64);
+            let products = vec![Product::of(range.clone(), 900, left, right)];
+            let found = ShardGradients { products, grad: Vec::new(), ..engine.gradients(&shard(3)).unwrap() };
+            strict.add(part, found).unwrap();
+            most_held = most_held.max(strict.products.len());
+        }
+        let largest = strict.finish().unwrap();
+        (strict.sums[range.clone()].to_vec(), largest, most_held)
+    };
+    let ((at_once, largest, held), (together, expected, all)) = (sums(8 * 600), sums(10_000_000));
+    assert_eq!((held, all), (0, 3));
+    assert_eq!((at_once, largest), (together, expected));
+}
+
 #[test]
 fn frozen_matrices_have_no_gradient() {
     let engine = engine();
