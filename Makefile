@@ -48,6 +48,10 @@ test-python: setup-test-python ## The Python package, as a wheel in an environme
 	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
 	$(if $(ARGS),$(PYTHON_TESTS) discover $(ARGS),ls python/tests/test_*.py | xargs -n 1 basename -s .py | xargs -n 4 -P 2 $(PYTHON_TESTS))
 
+# A process for each file: one judges its own memory.
+FRAMEWORK_TESTS = env -C python/tests MILLRACE_REQUIRE=torch,torch2,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py,onnx,onnxscript,onnxruntime,duckdb,polars,pandas,datasets \
+	MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(abspath $(BUILDS))/debug/millrace \
+	$(CURDIR)/.local/python-frameworks/bin/python -m unittest
 test-frameworks: setup-test-frameworks ## The Python package and its examples with PyTorch, JAX, TensorFlow, MXNet, MPI
 	cargo build --locked
 	rm -f $(BUILDS)/wheels/millrace-*.whl
@@ -58,9 +62,7 @@ test-frameworks: setup-test-frameworks ## The Python package and its examples wi
 		'^(torch|torchdata|torchft|lightning|transformers|accelerate|onnx.*|jax|tensorflow.*|mpi4py|numpy|pyarrow|duckdb|polars|pandas|datasets)=='
 	.local/python-mxnet/bin/python -m pip freeze | grep -Ei '^(mxnet|numpy)=='
 	mpirun --version | head -1
-	MILLRACE_REQUIRE=torch,torch2,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py,onnx,onnxscript,onnxruntime,duckdb,polars,pandas,datasets \
-		MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(BUILDS)/debug/millrace \
-		.local/python-frameworks/bin/python -m unittest discover --start-directory python/tests $(ARGS)
+	$(if $(ARGS),$(FRAMEWORK_TESTS) discover $(ARGS),ls python/tests/test_*.py | xargs -n 1 basename -s .py | xargs -n 1 $(FRAMEWORK_TESTS))
 
 # The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
 FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/$(1) cargo test --locked --workspace --features millrace-fuzz/libfuzzer \

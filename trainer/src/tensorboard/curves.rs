@@ -60,12 +60,12 @@ impl Curves {
             );
             let spent = progress.spent.since(self.spent);
             self.spent = progress.spent;
-            let shares = spent.shares().into_iter().flatten();
-            let shares: Vec<(String, f64)> =
-                shares.map(|(cause, share)| (format!("time/{cause}"), share)).collect();
-            let shares: Vec<(&str, f64)> =
-                shares.iter().map(|(name, share)| (name.as_str(), *share)).collect();
-            self.scalars(progress.step, &shares);
+            if let Some(shares) = spent.shares() {
+                let shares = shares.map(|(cause, share)| (format!("time/{cause}"), share));
+                let shares: Vec<(&str, f64)> =
+                    shares.iter().map(|(name, share)| (name.as_str(), *share)).collect();
+                self.scalars(progress.step, &shares);
+            }
         }
         self.last = Some(progress.step.max(last));
         // Quick evaluations are seen at the end only.
