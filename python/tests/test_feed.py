@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
 import tempfile
 import threading
+import traceback
 import unittest
 import warnings
 from pathlib import Path
@@ -173,6 +175,50 @@ for batch in feed:
             self.assertEqual(reader.returncode, 0 if batches is None else -signal.SIGKILL, errors)
         self.assertEqual(ids, self.order(batch_rows=16))
         self.assertEqual(os.listdir(temporary), [], "readers leave no temporary files")
+
+    def test_a_hundred_kills_with_changing_worlds_lose_and_repeat_no_row(self) -> None:
+        rows, epochs, kills = 64, 8, 100
+        options = {"batch_rows": rows, "epochs": epochs}
+        expected = [ids_of(batch) for batch in self.feed(**options)]
+        choice = random.Random(7)
+        ends = sorted(choice.sample(range(1, len(expected)), kills))
+        state, trained, step = self.feed(**options).state_dict(), [], 0
+        for end in [*ends, len(expected)]:
+            world = choice.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
+            killed = choice.randrange(world)
+
+            def reader(rank: int, world: int = world, state: Any = state) -> millrace.Feed:
+                feed = self.feed(rank=rank, world=world, **options)
+                feed.load_state_dict(json.loads(json.dumps(state)))
+                return feed
+
+            receive, send = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    feed = reader(killed)
+                    for batch in feed:
+                        os.write(send, json.dumps([ids_of(batch), feed.state_dict()]).encode() + b"\n")
+                    signal.pause()
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            os.close(send)
+            others = {rank: reader(rank) for rank in range(world) if rank != killed}
+            with os.fdopen(receive) as lines:
+                for step in range(step, end):
+                    read, state = json.loads(lines.readline())
+                    parts = [read if rank == killed else ids_of(next(others[rank])) for rank in range(world)]
+                    trained += sum(parts, [])
+                    for feed in others.values():
+                        self.assertEqual(feed.state_dict(), state)
+                step = end
+                os.kill(child, signal.SIGKILL)
+            self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), -signal.SIGKILL)
+        self.assertEqual(digest(trained), digest(sum(expected, [])))
+        for epoch in range(epochs):
+            self.assertEqual(sorted(trained[epoch * ROWS : (epoch + 1) * ROWS]), list(range(ROWS)))
 
     def test_ctrl_c_ends_a_reader(self) -> None:
         code = """
