@@ -49,7 +49,7 @@ test-python: setup-test-python ## The Python package, as a wheel in an environme
 	$(if $(ARGS),$(PYTHON_TESTS) discover $(ARGS),ls python/tests/test_*.py | xargs -n 1 basename -s .py | xargs -n 4 -P 2 $(PYTHON_TESTS))
 
 # A process for each file: one judges its own memory.
-FRAMEWORK_TESTS = env -C python/tests MILLRACE_REQUIRE=torch,torch2,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py,onnx,onnxscript,onnxruntime,duckdb,polars,pandas,datasets \
+FRAMEWORK_TESTS = env -C python/tests MILLRACE_REQUIRE=kills,torch,torch2,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py,onnx,onnxscript,onnxruntime,duckdb,polars,pandas,datasets \
 	MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(abspath $(BUILDS))/debug/millrace \
 	$(CURDIR)/.local/python-frameworks/bin/python -m unittest
 test-frameworks: setup-test-frameworks ## The Python package and its examples with PyTorch, JAX, TensorFlow, MXNet, MPI

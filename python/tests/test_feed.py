@@ -176,6 +176,9 @@ for batch in feed:
         self.assertEqual(ids, self.order(batch_rows=16))
         self.assertEqual(os.listdir(temporary), [], "readers leave no temporary files")
 
+    @unittest.skipUnless(
+        "kills" in os.environ.get("MILLRACE_REQUIRE", "").split(","), "MILLRACE_REQUIRE=kills runs a hundred kills"
+    )
     def test_a_hundred_kills_with_changing_worlds_lose_and_repeat_no_row(self) -> None:
         rows, epochs, kills = 64, 8, 100
         options = {"batch_rows": rows, "epochs": epochs}
