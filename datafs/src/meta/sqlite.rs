@@ -48,6 +48,9 @@ const SHARED_REGION_BYTES: u64 = 32 << 10;
 const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 /// With less free space only the first region is allocated.
 const SHARED_ROOM_BYTES: u64 = 16 << 20;
+/// Earlier versions lose commits when one process resets the log while another copies it back:
+/// <https://sqlite.org/wal.html#walresetbug>.
+const _: () = assert!(rusqlite::ffi::SQLITE_VERSION_NUMBER >= 3_051_003, "SQLite before 3.51.3 loses commits");
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
