@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::fs::shared::{InUse, Shared};
 use crate::gc::GcReport;
 use crate::identity;
+use crate::meta::closing::Closing;
 use crate::meta::metadata::Metadata;
 use crate::meta::postgres::target::Target;
 use crate::meta::postgres::{self, Postgres};
@@ -97,6 +98,12 @@ impl Datafs {
     /// The home folder.
     pub fn home(&self) -> &Path {
         &self.shared.home
+    }
+
+    /// Waits for the end of this and all other handles, in this process; does not keep the metadata open. A process
+    /// that has opened volumes must wait for it before it forks.
+    pub fn closing(&self) -> Closing {
+        self.shared.meta.closing()
     }
 
     /// Collects garbage now; returns when nothing more can be collected at this time. Runs beside all other

@@ -100,6 +100,7 @@ pub use fs::{
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
+pub use meta::closing::Closing;
 pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};
 pub use node::{Attr, FileKind, Node};

@@ -9,6 +9,7 @@
 mod change_log;
 pub(crate) mod changes;
 mod checkpoint;
+pub(crate) mod closing;
 pub(crate) mod codec;
 mod committer;
 pub(crate) mod engine;

@@ -1,8 +1,8 @@
 //! What this process has open: a runtime, homes, feeds and files.
 //!
 //! Threads do not survive a fork, and locks that they held stay held. SQLite takes the locks of a parent for those of
-//! the child. Before Python forks, `before_fork` therefore waits for running calls and closes everything; both
-//! processes open it again at their next call. Files that are being written cannot be closed: while there are any, the
+//! the child. Before Python forks, `before_fork` therefore waits for running calls and closes everything, until the
+//! metadata files are closed; both processes open it again at their next call. Files that are being written cannot be closed: while there are any, the
 //! parent keeps everything open. A child that inherits something open, also by a fork that Python does not know of,
 //! finds out by its process id. It is refused every call, and never touches what it inherited.
 //!
@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use millrace_datafs::{Datafs, OpenFile, StagedWriter};
+use millrace_datafs::{Closing, Datafs, OpenFile, StagedWriter};
 use millrace_home::{Home, settings};
 use millrace_streams::KafkaConfig;
 use pyo3::prelude::*;
@@ -58,6 +58,8 @@ struct Settings {
 struct Process {
     pid: u32,
     engine: RwLock<Option<Engine>>,
+    /// Metadata that was closed, but is open as long as a thread reads.
+    closing: Mutex<Vec<Closing>>,
     /// Whether the engine is open, or was when this process was forked.
     open: AtomicBool,
     inherited: bool,
@@ -109,9 +111,15 @@ pub(crate) fn with_running(call: impl FnOnce(&Engine)) {
 }
 
 impl Process {
+    /// Closes everything, and waits until it is closed. What is not closed in time counts as open.
     fn close(&self, engine: &mut Option<Engine>) {
-        *engine = None;
-        self.open.store(self.inherited, Ordering::Release);
+        let mut closing = lock(&self.closing);
+        if let Some(engine) = engine.take() {
+            closing.extend(lock(&engine.homes).values().map(|(_, volumes, _)| volumes.closing()));
+        }
+        let until = Instant::now() + PATIENCE;
+        closing.retain(|home| !home.wait(until.saturating_duration_since(Instant::now())));
+        self.open.store(self.inherited || !closing.is_empty(), Ordering::Release);
     }
 }
 
@@ -126,8 +134,13 @@ fn process() -> &'static Process {
     }
     // SAFETY: as above.
     let inherited = unsafe { found.as_ref() }.is_some_and(|parent| parent.open.load(Ordering::Acquire));
-    let (engine, open) = (RwLock::new(None), AtomicBool::new(inherited));
-    let new: &'static mut Process = Box::leak(Box::new(Process { pid, engine, open, inherited }));
+    let new: &'static mut Process = Box::leak(Box::new(Process {
+        pid,
+        engine: RwLock::new(None),
+        closing: Mutex::default(),
+        open: AtomicBool::new(inherited),
+        inherited,
+    }));
     match PROCESS.compare_exchange(found, new, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: as above; the exclusive reference above is not used again.
         Ok(_) => unsafe { &*PROCESS.load(Ordering::Acquire) },
@@ -142,7 +155,7 @@ pub(crate) fn before_fork(py: Python<'_>) {
     py.detach(|| {
         let process = process();
         let mut engine = process.engine.write().unwrap_or_else(PoisonError::into_inner);
-        if engine.as_ref().is_some_and(|engine| engine.writers.is_empty()) {
+        if engine.as_ref().is_none_or(|engine| engine.writers.is_empty()) {
             process.close(&mut engine);
         }
         FORKING.set(Some(engine));

@@ -99,6 +99,16 @@ class ForkTest(HomeCase):
         epochs = len(read) // 1_000 + 1
         self.assertEqual(digest(read), digest(self.order(epochs=epochs)[: len(read)]))
 
+    def test_a_child_inherits_no_open_file_of_the_home(self) -> None:
+        def inherited() -> list[str]:
+            links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+            return [name for name in map(os.path.realpath, links) if name.startswith(os.path.realpath(self.home))]
+
+        for seed in range(50):
+            # The first batch leaves row groups of the next ones being read.
+            next(self.feed(seed=seed, batch_rows=8, epochs=None))
+            in_child(lambda: self.assertEqual(inherited(), []))
+
     def test_a_child_is_refused_while_its_parent_writes_a_file(self) -> None:
         volume = millrace.Volume("digits", home=self.home)
         out = volume.open("/written", "wb")

@@ -30,6 +30,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::{self, Checkpoints};
+use super::closing::Closing;
 use super::committer;
 use super::engine::{Durability, Engine, Order, Pairs, ReadTxn, WriteTxn};
 use super::group_state::{Batch, State};
@@ -308,6 +309,11 @@ impl Group {
                 return Err(Error::Busy { place: shared.engine.place(), waited_ms });
             }
         }
+    }
+
+    /// See [`Sqlite::closing`].
+    pub(crate) fn closing(&self) -> Closing {
+        self.shared.engine.closing()
     }
 
     /// The reserved space.

@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
+use super::closing::Closing;
 use super::engine::{Durability, Engine, Order, Outcome, Pair, Pairs, ReadTxn, WriteTxn};
 use super::group::Group;
 use super::keys;
@@ -168,6 +169,14 @@ impl Metadata {
             // The engine commits before it acknowledges.
             Kind::Direct(_) => Ok(()),
             Kind::Group(group) => group.settle(),
+        }
+    }
+
+    /// Waits until this process has closed the metadata file; does not keep it open.
+    pub(crate) fn closing(&self) -> Closing {
+        match &self.0 {
+            Kind::Direct(_) => Closing::NONE,
+            Kind::Group(group) => group.closing(),
         }
     }
 

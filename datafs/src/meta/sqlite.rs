@@ -25,6 +25,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
 use self::fault::{is_busy, translate};
 use super::change_log;
+use super::closing::{Closing, Open};
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::file_space::{FileSpace, free_bytes};
@@ -50,7 +51,8 @@ const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 const SHARED_ROOM_BYTES: u64 = 16 << 20;
 /// Earlier versions lose commits when one process resets the log while another copies it back:
 /// <https://sqlite.org/wal.html#walresetbug>.
-const _: () = assert!(rusqlite::ffi::SQLITE_VERSION_NUMBER >= 3_051_003, "SQLite before 3.51.3 loses commits");
+const _: () =
+    assert!(rusqlite::ffi::SQLITE_VERSION_NUMBER >= 3_051_003, "SQLite before 3.51.3 loses commits");
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -82,6 +84,8 @@ pub(crate) struct Sqlite {
     log_room: u64,
     /// Dropped after the connections: closing the file would end their locks.
     space: FileSpace,
+    /// Dropped last.
+    open: Open,
 }
 
 impl Drop for Sqlite {
@@ -135,6 +139,7 @@ impl Sqlite {
             // The change log grows, too.
             log_room: reserve::share_of_disk(path) + change_log::LOG_BYTES,
             space,
+            open: Open::default(),
         };
         engine.prepare()?;
         engine.page_bytes = engine.read_page_bytes()?;
@@ -267,6 +272,11 @@ impl Sqlite {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Waits until this is closed; does not keep it open.
+    pub(crate) fn closing(&self) -> Closing {
+        self.open.closing()
     }
 
     /// Whether no other file has the path of this one. While the path leads nowhere, as when a folder above

@@ -405,3 +405,37 @@ fn a_process_whose_file_was_replaced_writes_and_reads_nothing_more() {
         assert_eq!(number(other.view(|txn| txn.get(b"x")).unwrap()), 2);
     }
 }
+
+#[test]
+fn closing_waits_for_a_thread_that_still_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let meta = Arc::new(metadata(dir.path()));
+    let closing = meta.closing();
+    let (reading, is_reading) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let reader = std::thread::spawn({
+        let meta = Arc::clone(&meta);
+        move || {
+            meta.view(|_| {
+                reading.send(()).unwrap();
+                may_go_on.recv_timeout(LIMIT).unwrap();
+                Ok(())
+            })
+        }
+    });
+    is_reading.recv_timeout(LIMIT).unwrap();
+    drop(meta);
+    assert!(!closing.wait(Duration::ZERO));
+    go_on.send(()).unwrap();
+    assert!(closing.wait(LIMIT));
+    assert!(!is_open_here(dir.path()));
+    reader.join().unwrap().unwrap();
+}
+
+/// Whether this process has a file below `dir` open.
+fn is_open_here(dir: &Path) -> bool {
+    let dir = dir.canonicalize().unwrap();
+    let links =
+        std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| entry.ok()?.path().read_link().ok());
+    links.into_iter().any(|link| link.starts_with(&dir))
+}
