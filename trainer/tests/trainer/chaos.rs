@@ -345,3 +345,40 @@ fn kills_on_machines() {
     print_times("kill to next step, across machines", kills);
     print_times("start of a worker to its first step", joins);
 }
+
+/// Prints the times from the moment at which one of three machines falls silent to the next applied step.
+#[test]
+#[ignore = "a measurement: cargo test -p millrace-trainer --test trainer silences_on -- --ignored --nocapture"]
+fn silences_on_machines() {
+    let Some(mut world) = World::on_hosts(HOSTS, "silences", MORE, 30_000) else { return };
+    let more = "workers_min = 1\nworkers_max = 8\nepochs_max = 100000\ncheckpoint_every_steps = 1000000";
+    world.job = job_text("silences", more);
+    // On machine 0.
+    let leader = world.coordinator(false);
+    wait_until("a coordinator", || leader.listens());
+    let (hosts, _) = world.hosts.as_ref().unwrap();
+    let start = |host| {
+        let worker = world.worker_on(host, &leader.address);
+        wait_until("a member", || leader.trains_with(worker.pid()));
+        worker
+    };
+    let mut workers: Vec<Worker> = (1..HOSTS).map(start).collect();
+    let mut silences = Vec::new();
+    while silences.len() < KILLS {
+        let at = leader.step();
+        wait_until("steps", || leader.step() >= at + 20);
+        let mut silent = workers.remove(silences.len() % workers.len());
+        let host = silent.host.unwrap();
+        hosts.unplug(host);
+        let began = Instant::now();
+        wait_until("a lost worker", || leader.trains_without(silent.pid()));
+        let at = leader.step();
+        wait_until("the next step", || leader.step() > at);
+        silences.push(began.elapsed());
+        silent.child.kill().unwrap();
+        silent.child.wait().unwrap();
+        hosts.plug(host);
+        workers.push(start(host));
+    }
+    print_times("silence of a machine to next step", silences);
+}

@@ -206,8 +206,18 @@ impl World {
 
     pub(super) fn worker(&self, coordinators: &str) -> Worker {
         let (prefix, host) = self.next_host();
+        self.worker_behind(&prefix, host, coordinators)
+    }
+
+    /// A worker on this machine of [`World::on_hosts`].
+    pub(super) fn worker_on(&self, host: usize, coordinators: &str) -> Worker {
+        let (hosts, _) = self.hosts.as_ref().unwrap();
+        self.worker_behind(&hosts.prefix(host), Some(host), coordinators)
+    }
+
+    fn worker_behind(&self, prefix: &[String], host: Option<usize>, coordinators: &str) -> Worker {
         let mut worker =
-            Worker::join_behind(&prefix, coordinators, |orders| orders.datafs = self.datafs.clone());
+            Worker::join_behind(prefix, coordinators, |orders| orders.datafs = self.datafs.clone());
         worker.host = host;
         worker
     }

@@ -69,6 +69,11 @@ impl Hosts {
         must(&["link", "set", &self.cable(host), "nomaster"]);
     }
 
+    /// Ends [`Hosts::unplug`].
+    pub(super) fn plug(&self, host: usize) {
+        must(&["link", "set", &self.cable(host), "master", &self.bridge]);
+    }
+
     fn name(&self, host: usize) -> String {
         format!("{}n{host}", self.bridge)
     }
