@@ -8,7 +8,6 @@
 
 mod fault;
 
-use std::cell::Cell;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -21,6 +20,7 @@ use millrace_leaf::error_chain;
 use millrace_leaf::private;
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
+use rusqlite::hooks::Wal;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
 use self::fault::{is_busy, translate};
@@ -56,11 +56,6 @@ const _: () =
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
-thread_local! {
-    /// Pages in the log after the newest commit of this thread; SQLite's hook carries no other state.
-    static COMMITTED_PAGES: Cell<u32> = const { Cell::new(0) };
-}
-
 /// The engine.
 pub(crate) struct Sqlite {
     path: PathBuf,
@@ -70,7 +65,7 @@ pub(crate) struct Sqlite {
     /// Connection that copies the log back.
     copier: Mutex<Option<Connection>>,
     /// Pages in the log after the newest commit of this process.
-    log_pages: AtomicU32,
+    log_pages: Arc<AtomicU32>,
     /// Whether the name of the log is durable.
     log_named: AtomicBool,
     /// Device and inode of the file.
@@ -130,7 +125,7 @@ impl Sqlite {
             writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
             readers: Mutex::new(Vec::new()),
             copier: Mutex::new(None),
-            log_pages: AtomicU32::new(0),
+            log_pages: Arc::default(),
             log_named: AtomicBool::new(false),
             file,
             handle,
@@ -226,13 +221,15 @@ impl Sqlite {
 
     /// Turns off copies of the log by commits: from now on the caller calls [`Sqlite::checkpoint`] in time.
     pub(crate) fn checkpoint_elsewhere(&self) -> Result<()> {
-        let writer = self.writer.lock();
+        let mut writer = self.writer.lock();
         self.locked(|| writer.connection.pragma_update(None, "wal_autocheckpoint", 0))?;
-        writer.connection.wal_hook(Some(|_, pages| {
-            COMMITTED_PAGES.set(u32::try_from(pages).unwrap_or(0));
+        let log_pages = Arc::clone(&self.log_pages);
+        let hook = move |_: &mut Wal, pages: i32| {
+            log_pages.store(u32::try_from(pages).unwrap_or(0), Ordering::Release);
             Ok(())
-        }));
-        Ok(())
+        };
+        let start = Instant::now();
+        writer.connection.wal_hook(Some(hook)).map_err(|error| self.translate(error, start))
     }
 
     /// Pages in the log after the newest commit of this process.
@@ -484,7 +481,6 @@ impl Engine for Sqlite {
         self.space.ensure(bytes, room)?;
         let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
-        self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
         // A process that copied the log back meanwhile has cut the file behind the pages of the previous
         // commit.
         if committed.is_ok()
