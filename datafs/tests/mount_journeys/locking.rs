@@ -97,8 +97,8 @@ fn inserter() {
     db.busy_timeout(std::time::Duration::from_secs(60)).unwrap();
     for round in 0..ROUNDS {
         db.execute_batch("BEGIN IMMEDIATE").unwrap();
-        let rows: u64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
-        db.execute("INSERT INTO t VALUES (?1, ?2, ?3)", (rows, id, round)).unwrap();
+        let rows: i64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
+        db.execute("INSERT INTO t VALUES (?1, ?2, ?3)", (rows, id as i64, round as i64)).unwrap();
         db.execute_batch("COMMIT").unwrap();
     }
     let sound: String = db.query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
@@ -112,8 +112,8 @@ fn keeper() {
     let db = rusqlite::Connection::open(path).unwrap();
     db.busy_timeout(std::time::Duration::from_secs(60)).unwrap();
     db.execute_batch("CREATE TABLE IF NOT EXISTS t (number INTEGER PRIMARY KEY, id, round)").unwrap();
-    let found: u64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
-    assert_eq!(found, rows);
+    let found: i64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
+    assert_eq!(found, rows as i64);
 }
 
 #[test]
