@@ -212,6 +212,8 @@ fn restored<'a>(
         keys::sessions_in_cleanup(),
         keys::completed_requests(),
         keys::deletions(),
+        // In the backup of a program that did not know this table.
+        keys::derived(),
     ];
     let kept = move |pair: &Result<Pair>| match pair {
         Ok((key, _)) => !left_out.contains(key) && !prefixes.iter().any(|prefix| key.starts_with(prefix)),

@@ -4,7 +4,7 @@
 //!
 //! Four kinds of garbage, each recorded in the metadata by the transaction that made it garbage:
 //!  - objects whose last extent is gone: on the garbage list, deleted after a grace period;
-//!  - snapshots and volumes in deletion: freed in batches;
+//!  - snapshots and volumes in deletion: freed in batches, with what programs derived from them;
 //!  - inodes without a name that no session has open any more, or that were too large to free at once;
 //!  - dead sessions: their objects that no extent references (`sweep.rs`).
 //!
@@ -24,7 +24,7 @@ use crate::meta::metadata::PAGE;
 use crate::meta::references::forget_version;
 use crate::meta::snapshot::SnapshotRow;
 use crate::meta::versioned::{VolumeRow, record_of};
-use crate::meta::{keys, snapshot};
+use crate::meta::{derived, keys, snapshot};
 use crate::session::{self, DeadSession};
 use crate::slice::Slice;
 
@@ -83,6 +83,7 @@ impl Shared {
         let cleaned = self.clean_up_all(slice, &living);
         report.objects += slice.done.deleted;
         self.collect_deletions(slice, &mut None, &mut report)?;
+        self.collect_derived()?;
         report.inodes += self.tend_orphans()?;
         let mut deleted = Deleted::default();
         self.garbage().delete_older(self.garbage_grace(), slice, &mut None, &mut deleted)?;
@@ -207,6 +208,25 @@ impl Shared {
         Ok(false)
     }
 
+    /// Removes derived data of snapshots and volumes that are gone: programs before this table leave it behind.
+    fn collect_derived(&self) -> Result<()> {
+        let mut volumes = Vec::new();
+        self.meta.each(&keys::derived_lists(), |key, _| {
+            volumes.extend(key.get(2..).and_then(keys::number));
+            Ok(())
+        })?;
+        for volume in volumes {
+            if self.meta.view(|txn| derived::outdated(txn, volume))?.is_empty() {
+                continue;
+            }
+            self.meta.transact_making_room(Durability::Relaxed, |txn| {
+                let outdated = derived::outdated(txn.as_read(), volume)?;
+                outdated.iter().try_for_each(|snapshot| derived::forget_snapshot(txn, volume, *snapshot))
+            })?;
+        }
+        Ok(())
+    }
+
     /// Removes the records of a volume. Returns false when the slice is used up.
     fn delete_volume(&self, id: u64, slice: &mut Slice<'_>) -> Result<bool> {
         for (prefix, versioned) in [
@@ -246,6 +266,7 @@ impl Shared {
         }
         self.meta.transact_making_room(Durability::Relaxed, |txn| {
             slice.check(txn.as_read())?;
+            derived::forget_volume(txn, id)?;
             txn.delete(&keys::volume(id))
         })?;
         Ok(true)

@@ -57,6 +57,7 @@ mod datafs;
 mod deletion;
 mod deletion_lock;
 mod deletion_record;
+mod derived;
 mod election;
 mod error;
 mod failpoint;
@@ -92,6 +93,7 @@ pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, PUBLIC_STORE_OPTIONS, Secret, is_public_store_option};
 pub use datafs::Datafs;
+pub use derived::{DERIVED_BYTES_MAX, DERIVED_ENTRIES_MAX, DERIVED_NAME_BYTES_MAX};
 pub use error::{Error, Result};
 pub use fs::{
     Allocate, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, NodeEntry, OpenFile,

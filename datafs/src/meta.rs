@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //!  - every record of a volume (inode, entry, extent, application key) goes through [`versioned`], so that a
-//!    snapshot covers all of them;
+//!    snapshot covers all of them. What programs derive from a snapshot ([`derived`]) is beside the volume;
 //!  - an object counts as referenced from the commit of the first extent that points at it until its last
 //!    extent leaves the live tree and every snapshot. The same transaction then puts it on the garbage list.
 
@@ -12,6 +12,7 @@ mod checkpoint;
 pub(crate) mod closing;
 pub(crate) mod codec;
 mod committer;
+pub(crate) mod derived;
 pub(crate) mod engine;
 mod file_space;
 mod group;

@@ -2,7 +2,8 @@
 //!
 //! A dataset is found by listing, in a canonical order (byte order of the paths). Parquet and Arrow IPC files are
 //! described by their footers alone; no row is read. JSON lines, CSV and tar files are read once, and cut into row
-//! groups of bounded size. The description of a snapshot never changes, so a [`DatasetCache`] can keep it.
+//! groups of bounded size. The description of a snapshot never changes, so a [`DatasetCache`] can keep it: in the
+//! metadata, where all machines with the same volumes find it, and in the home.
 //!
 //! A bounded range of a topic is a dataset, too ([`TopicSpec`]).
 
@@ -13,6 +14,7 @@ mod format;
 mod listing;
 mod pinned;
 mod schema;
+mod shared_cache;
 mod source_spec;
 mod spec;
 mod topic;

@@ -8,6 +8,7 @@ mod mixture;
 mod order;
 mod reading;
 mod selection;
+mod shared;
 mod sources;
 mod speed;
 mod volume;

@@ -84,22 +84,29 @@ impl BackupFile {
         self.connection.execute_batch(text).map_err(|e| self.fail(e))
     }
 
-    /// Copies all pairs that a transaction sees.
+    /// Copies all pairs that a transaction sees, but for derived data, which programs compute again.
     pub(super) fn fill(&self, txn: &mut dyn ReadTxn) -> Result<()> {
         // A server that was away for a moment has the transaction run again.
         if !self.connection.is_autocommit() {
             self.run("COMMIT")?;
         }
         self.run("BEGIN; DELETE FROM kv")?;
-        let mut start = Vec::new();
+        let left_out = keys::derived();
+        self.copy(txn, Vec::new(), &left_out)?;
+        self.copy(txn, keys::after_prefix(&left_out), &[u8::MAX])?;
+        self.run("COMMIT")
+    }
+
+    /// Copies the pairs with `start <= key < end`.
+    fn copy(&self, txn: &mut dyn ReadTxn, mut start: Vec<u8>, end: &[u8]) -> Result<()> {
         loop {
-            let page = txn.scan(&start, &[u8::MAX], Order::Ascending, PAGE)?;
+            let page = txn.scan(&start, end, Order::Ascending, PAGE)?;
             for (key, value) in &page {
                 self.add("INSERT INTO kv (k, v) VALUES (?1, ?2)", params![key, value])?;
             }
             match page.last() {
                 Some((last, _)) if page.len() == PAGE => start = [last.as_slice(), &[0]].concat(),
-                _ => return self.run("COMMIT"),
+                _ => return Ok(()),
             }
         }
     }

@@ -38,6 +38,11 @@ const XATTR: u8 = b'x';
 const NODE: u8 = b'n';
 const APPLICATION: u8 = b'k';
 
+/// Table of derived data, with its two parts.
+const DERIVED: u8 = b'c';
+const DERIVED_LIST: u8 = b'l';
+const DERIVED_SLOT: u8 = b's';
+
 /// Table of the versions that snapshots hold.
 pub(crate) const HISTORY: u8 = b'h';
 
@@ -296,6 +301,26 @@ pub(crate) fn deletions_of(session: u64) -> Vec<u8> {
 /// All deletion records.
 pub(crate) fn deletions() -> Vec<u8> {
     table(b'u', &[])
+}
+
+/// The table of derived data, see `derived.rs`. It is a cache: backups leave it out.
+pub(crate) fn derived() -> Vec<u8> {
+    table(DERIVED, &[])
+}
+
+/// The list of the derived data of a volume's snapshots.
+pub(crate) fn derived_list(volume: u64) -> Vec<u8> {
+    table(DERIVED, &[&[DERIVED_LIST], &volume.to_be_bytes()])
+}
+
+/// All such lists.
+pub(crate) fn derived_lists() -> Vec<u8> {
+    table(DERIVED, &[&[DERIVED_LIST]])
+}
+
+/// One piece of derived data of a volume, in a slot.
+pub(crate) fn derived_slot(volume: u64, slot: u8) -> Vec<u8> {
+    table(DERIVED, &[&[DERIVED_SLOT], &volume.to_be_bytes(), &[slot]])
 }
 
 /// The check value of an encryption key, which tells it from others of its name.

@@ -5,6 +5,7 @@
 //! work runs in batches, so that it may stop and go on anywhere.
 
 use super::codec::{Decoder, Encoder};
+use super::derived;
 use super::engine::{Order, ReadTxn, WriteTxn};
 use super::inode::Timestamp;
 use super::keys;
@@ -184,6 +185,7 @@ pub(crate) fn free_batch(txn: &mut dyn WriteTxn, volume: u64, snapshot: u64) -> 
         }
         txn.put(&keys::snapshot(volume, *number), &before.encode())?;
     }
+    derived::forget_snapshot(txn, volume, snapshot)?;
     txn.delete(&keys::snapshot(volume, snapshot))?;
     Ok(true)
 }

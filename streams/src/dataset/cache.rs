@@ -32,7 +32,7 @@ pub trait DatasetCache: Send + Sync {
 }
 
 /// Largest entry in bytes; larger descriptions are not cached.
-const ENTRY_BYTES_MAX: usize = 16 << 20;
+pub(super) const ENTRY_BYTES_MAX: usize = 16 << 20;
 
 /// The stored form of a dataset, also part of the stored form of a plan.
 #[derive(Serialize, Deserialize)]

@@ -1,4 +1,4 @@
-//! Open datasets: the store behind a specification, and a cache of descriptions in the home.
+//! Open datasets: the store behind a specification, and a cache of descriptions in the metadata and the home.
 
 use std::sync::Arc;
 
@@ -10,6 +10,7 @@ use super::FileFormat;
 use super::confined::ConfinedStore;
 use super::folder::FolderCache;
 use super::pinned::PinnedStore;
+use super::shared_cache::SharedCache;
 use super::topic::OpenTopic;
 use super::{DatasetCache, DatasetSpec, SourceSpec};
 use crate::feed::error::{FeedError, Result};
@@ -71,12 +72,13 @@ impl DatasetSpec {
             if let Err(error) = forget_keys(&datafs, &spec.source) {
                 tracing::warn!(volume = %spec.source.volume, %error, "cannot remove old dataset descriptions from the volume");
             }
+            let home = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
+            let cache = SharedCache::new(home, view.clone());
             // Links cannot leave a volume.
             let store = match folder.filter(|folder| !folder.as_ref().is_empty()) {
                 Some(folder) => Arc::new(ConfinedStore::new(store, view, folder)),
                 None => store,
             };
-            let cache = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
             Ok(OpenDataset::of_volume(spec, identity, store, Some(Arc::new(cache))))
         });
         let stopped = |_| FeedError::Stopped { file: self.to_string() };
@@ -126,7 +128,8 @@ impl OpenDataset {
     }
 
     /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`], and `options.format` by the
-    /// format of the specification. The description of a snapshot or of a range is made once and kept in the home.
+    /// format of the specification. The description of a snapshot is made once for all machines with the same metadata,
+    /// that of a range once for the home.
     ///
     /// # Errors
     /// Those of [`Plan::build`]; [`FeedError::Topic`] for a topic.
