@@ -6,7 +6,8 @@
 //!  - `put` and `put_multipart` make the whole file visible in one durable step, or not at all. Missing
 //!    parent directories are created. Dropping an upload deletes its bytes.
 //!  - `get` streams the version of the file that existed when it began, or fails; it never mixes versions.
-//!    Every byte is verified.
+//!    Every byte is verified. Nothing is fetched ahead beyond what a call asks for: readers that share a file, each with
+//!    row groups of its own, fetch it about once together.
 //!  - `put`, `copy` and `rename` "only if absent" and `put` "only if unchanged" (`PutMode::Update` with the
 //!    tag from the read) check this in the transaction that makes the file visible. So they also hold between
 //!    processes and mounts. A write through the file system changes the tag. An update of a symbolic link
@@ -165,11 +166,16 @@ fn no_file(location: &str) -> impl Fn(Error) -> Error {
     }
 }
 
-/// Reads exactly a range of the version of a file that `attr` describes.
-fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error::Result<Bytes> {
+/// Reads exactly a range of the version of a file that `attr` describes, of a part that ends at `ahead_to`.
+fn read_exactly(
+    file: &OpenFile,
+    attr: &Attr,
+    range: Range<u64>,
+    ahead_to: u64,
+) -> crate::error::Result<Bytes> {
     let len = usize::try_from(range.end - range.start)
         .map_err(|_| Error::TooLarge { what: "range in bytes", max: usize::MAX as u64 })?;
-    let bytes = file.read_at(range.start, len)?;
+    let bytes = file.read_within(range.start, len, ahead_to)?;
     let now = file.attr()?;
     // The attributes are read after the bytes, so that a change in between is an error.
     if bytes.len() != len
@@ -181,8 +187,8 @@ fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error
 }
 
 /// [`read_exactly`] without a retry of the lookup: a removed file is an error of this version.
-fn read_on(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error::Result<Bytes> {
-    read_exactly(file, attr, range).map_err(|error| match error {
+fn read_on(file: &OpenFile, attr: &Attr, range: Range<u64>, ahead_to: u64) -> crate::error::Result<Bytes> {
+    read_exactly(file, attr, range, ahead_to).map_err(|error| match error {
         // Another process has replaced or removed it.
         Error::NotFound { .. } => replaced(),
         other => other,
@@ -206,10 +212,10 @@ fn stream_file(
             return Ok(None);
         }
         let end = range.end.min(range.start.saturating_add(CHUNK_BYTES));
-        let (now, rest) = (range.start..end, end..range.end);
+        let (now, rest, ahead_to) = (range.start..end, end..range.end, range.end);
         let (reader, place) = (Arc::clone(&file), location.clone());
         let bytes = blocking(&runtime, move || {
-            read_on(&reader, &attr, now).map_err(|e| store_error(place.as_ref(), e))
+            read_on(&reader, &attr, now, ahead_to).map_err(|e| store_error(place.as_ref(), e))
         })
         .await?;
         Ok(Some((bytes, (runtime, location, file, rest))))
@@ -289,6 +295,7 @@ impl ObjectStore for VolumeStore {
             let read = |file: OpenFile| {
                 let attr = file.attr()?;
                 let mut parts = Vec::with_capacity(ranges.len());
+                let ahead_to = ranges.iter().map(|range| range.end).max().unwrap_or(0);
                 for range in &ranges {
                     if range.start > range.end || range.end > attr.size {
                         return Ok(Err(refused(format!(
@@ -296,7 +303,7 @@ impl ObjectStore for VolumeStore {
                             range.start, range.end, attr.size
                         ))));
                     }
-                    parts.push(read_exactly(&file, &attr, range.clone())?);
+                    parts.push(read_exactly(&file, &attr, range.clone(), ahead_to)?);
                 }
                 Ok(Ok(parts))
             };
@@ -381,7 +388,7 @@ impl ObjectStore for VolumeStore {
             let mut at = 0;
             while at < attr.size {
                 let end = attr.size.min(at + CHUNK_BYTES);
-                staged.append(&read_on(&file, &attr, at..end)?)?;
+                staged.append(&read_on(&file, &attr, at..end, attr.size)?)?;
                 at = end;
             }
             put(view, to.as_ref(), publish, staged.finish()?).map(drop)

@@ -48,6 +48,8 @@ pub struct Faults {
     /// The fault of all requests of one kind, if set.
     always: Mutex<Option<(&'static str, Fault)>>,
     counts: [AtomicU64; KINDS.len()],
+    /// Bytes in the answers to requests for objects.
+    fetched: AtomicU64,
 }
 
 const KINDS: [&str; 9] = ["get", "put", "head", "delete", "list", "begin", "part", "complete", "abort"];
@@ -67,6 +69,11 @@ impl Faults {
     /// The number of requests of a kind.
     pub fn count(&self, kind: &'static str) -> u64 {
         self.counts[KINDS.iter().position(|k| *k == kind).unwrap()].load(Ordering::SeqCst)
+    }
+
+    /// The bytes of objects that were sent, of whole objects or of ranges, before faults.
+    pub fn fetched_bytes(&self) -> u64 {
+        self.fetched.load(Ordering::SeqCst)
     }
 
     fn take(&self, kind: &'static str) -> Option<Fault> {
@@ -278,6 +285,8 @@ impl S3 for Faulty {
         Box::pin(async move {
             let fault = self.faults.before("get").await?;
             let mut answer = self.files.get_object(req).await?;
+            let sent = answer.output.content_length.and_then(|bytes| u64::try_from(bytes).ok());
+            self.faults.fetched.fetch_add(sent.unwrap_or(0), Ordering::SeqCst);
             let Some(fault) = fault else { return Ok(answer) };
             let Some(mut body) = answer.output.body.take() else { return Ok(answer) };
             let mut bytes = Vec::new();

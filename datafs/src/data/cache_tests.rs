@@ -9,7 +9,7 @@ use super::fetch::SEGMENT_BYTES;
 use super::s3_tests::{config, pattern, pool_with};
 use super::*;
 use crate::config::Config;
-use crate::object::ObjectId;
+use crate::object::{ExpectedKeys, ObjectId};
 use millrace_testing::s3_server::{Fault, S3Server};
 
 const MIB: usize = 1024 * 1024;
@@ -271,6 +271,34 @@ fn readers_share_requests_and_a_sequential_one_reads_ahead() {
     });
     let requests = server.faults.count("get") - before;
     assert!(requests <= 10, "{requests} requests for two segments, and what was read ahead");
+}
+
+#[test]
+fn a_reader_of_a_part_fetches_that_part_only() {
+    let server = S3Server::start();
+    let [pool, other] = [SESSION, SESSION + 1].map(|session| pool_with(&config(&server, "p"), session));
+    let bytes = pattern(24 * MIB);
+    let id = pool.put(&bytes).unwrap().id;
+    // Eight neighbouring pieces of each third part, as columns of row groups are.
+    let fetched = |pool: &ObjectPool, ahead_to: &dyn Fn(usize) -> u64| {
+        pool.read(id, 0..0).unwrap();
+        let before = server.faults.fetched_bytes();
+        for part in [1, 4, 7, 10] {
+            for piece in 0..8 {
+                let at = part * 2 * MIB + piece * MIB / 4;
+                let mut buffer = vec![0; MIB / 4];
+                let (into, from) = (&mut buffer, at as u64);
+                pool.read_part_ahead(&ExpectedKeys::Unknown, id, from, from, into, ahead_to(part)).unwrap();
+                assert!(buffer == bytes[at..at + MIB / 4]);
+            }
+        }
+        server.faults.fetched_bytes() - before
+    };
+    let bounded = fetched(&pool, &|part| (part as u64 + 1) * 2 * MIB as u64);
+    assert_eq!(bounded, 8 * MIB as u64);
+    // Without a bound, whole segments follow each part; those that later parts wait for are counted for certain.
+    let unbounded = fetched(&other, &|_| u64::MAX);
+    assert!(unbounded >= 14 * MIB as u64, "{unbounded} bytes");
 }
 
 #[test]

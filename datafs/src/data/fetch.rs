@@ -1,8 +1,8 @@
 //! The reader of large remote objects: frames are fetched in parallel in segments. A segment stays in memory
 //! for a short time for all readers, and is written to the cache in the background.
 //!
-//! The window of prefetched segments ahead of a sequential reader grows from 4 MiB to 32 MiB. Any other
-//! reader fetches only the frames that it needs. A reader of a frame that is being fetched waits for that
+//! The window of prefetched segments ahead of a sequential reader grows from 4 MiB to 32 MiB, and ends where the
+//! reader says that it will. Any other reader fetches only the frames that it needs. A reader of a frame that is being fetched waits for that
 //! request instead of sending another.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -81,13 +81,15 @@ enum Piece {
 }
 
 impl RemoteData {
-    /// Fills `buffer` with the data from `offset` on, which lies inside the object; verified.
-    pub(super) fn read(self: &Arc<Self>, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    /// Fills `buffer` with the data from `offset` on, which lies inside the object; verified. Nothing is prefetched from
+    /// `ahead_to` on, except in a pack, where other files follow.
+    pub(super) fn read(self: &Arc<Self>, offset: u64, buffer: &mut [u8], ahead_to: u64) -> Result<()> {
+        let ahead_to = if self.id.is_pack() { u64::MAX } else { ahead_to };
         let mut at = offset;
         for part in buffer.chunks_mut(READ_BYTES) {
             let end = at + part.len() as u64;
             let frames = self.index.frames_of(at, end);
-            let pieces = self.plan(frames, at, end);
+            let pieces = self.plan(frames, at, end, ahead_to);
             self.buffers.trim();
             for piece in pieces {
                 match piece {
@@ -101,8 +103,9 @@ impl RemoteData {
     }
 
     /// Finds the frames of a read, fetches missing ones, and prefetches for a sequential reader.
-    fn plan(self: &Arc<Self>, frames: Range<u64>, offset: u64, end: u64) -> Vec<Piece> {
+    fn plan(self: &Arc<Self>, frames: Range<u64>, offset: u64, end: u64, ahead_to: u64) -> Vec<Piece> {
         let present = self.present(frames.clone());
+        let limit = self.index.frames_of(offset, ahead_to.min(self.index.data_bytes()).max(end)).end;
         let mut progress = self.progress.lock();
         let mut stream = progress.stream(offset, end, self.buffers.window_bytes_max().min(WINDOW_BYTES_MAX));
         let mut pieces = Vec::new();
@@ -131,7 +134,7 @@ impl RemoteData {
             progress.misses += 1;
             let is_wanted = self.id.is_pack() && progress.misses > SINGLE_MISSES_MAX;
             if stream.window > 0 || is_wanted {
-                segment_end = border.min(progress.next_after(at)).min(self.index.frames());
+                segment_end = border.min(progress.next_after(at)).min(limit);
             }
             let segment = self.send_for(at..segment_end, true);
             let to = to.min(segment_end);
@@ -140,23 +143,24 @@ impl RemoteData {
             at = to;
         }
         if stream.window > 0 {
-            self.fetch_ahead(&mut progress, &mut stream, frames.end);
+            self.fetch_ahead(&mut progress, &mut stream, frames.end, limit);
             progress.forget_behind(frames.start.saturating_sub(self.segment_frames()), self.segment_frames());
         }
         progress.keep(stream);
         pieces
     }
 
-    fn fetch_ahead(self: &Arc<Self>, progress: &mut Progress, stream: &mut Stream, from: u64) {
+    /// Prefetches from a frame on, up to the frame `limit`.
+    fn fetch_ahead(self: &Arc<Self>, progress: &mut Progress, stream: &mut Stream, from: u64, limit: u64) {
         let window = stream.window.div_ceil(self.index.frame_bytes());
-        let target = from.saturating_add(window).min(self.index.frames());
+        let target = from.saturating_add(window).min(limit);
         let mut at = stream.ahead.max(from);
         while at < target && self.buffers.has_room() {
             if let Some(segment) = progress.covering(at) {
                 at = segment.frames().end;
                 continue;
             }
-            let border = self.border_after(at).min(progress.next_after(at)).min(self.index.frames());
+            let border = self.border_after(at).min(progress.next_after(at)).min(limit);
             if let Some(there) = self.present(at..border).iter().position(|there| !there) {
                 let first = at + there as u64;
                 progress.segments.insert(first, self.send_for(first..border, true));

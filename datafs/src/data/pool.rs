@@ -163,6 +163,19 @@ impl ObjectPool {
         offset: u64,
         buffer: &mut [u8],
     ) -> Result<()> {
+        self.read_part_ahead(expected, id, start, offset, buffer, u64::MAX)
+    }
+
+    /// [`ObjectPool::read_part`] by a reader that ends at `ahead_to` of the object: nothing is fetched ahead from there on.
+    pub(crate) fn read_part_ahead(
+        &self,
+        expected: &ExpectedKeys,
+        id: ObjectId,
+        start: u64,
+        offset: u64,
+        buffer: &mut [u8],
+        ahead_to: u64,
+    ) -> Result<()> {
         match id.layout() {
             Layout::Pack => {
                 self.growing.write_out(id, offset.saturating_add(buffer.len() as u64))?;
@@ -172,7 +185,7 @@ impl ObjectPool {
             _ => {}
         }
         let mut read = |object: &OpenObject| {
-            object.check_protection(expected).and_then(|()| object.read_into(offset, buffer))
+            object.check_protection(expected).and_then(|()| object.read_into(offset, buffer, ahead_to))
         };
         let object = self.open.get(&self.backend, id)?;
         match (read(&object), self.backend.cache()) {

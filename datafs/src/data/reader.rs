@@ -99,11 +99,12 @@ impl OpenObject {
     pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes> {
         self.check_range(range.start, range.end)?;
         let mut buffer = vec![0; (range.end - range.start) as usize];
-        self.read_into(range.start, &mut buffer)?;
+        self.read_into(range.start, &mut buffer, u64::MAX)?;
         Ok(buffer.into())
     }
 
-    pub(super) fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    /// Fills a buffer with the bytes from `offset` on. From `ahead_to` on, nothing is fetched ahead from a remote store.
+    pub(super) fn read_into(&self, offset: u64, buffer: &mut [u8], ahead_to: u64) -> Result<()> {
         let end = offset.saturating_add(buffer.len() as u64);
         self.check_range(offset, end)?;
         if buffer.is_empty() {
@@ -134,7 +135,7 @@ impl OpenObject {
                 buffer.copy_from_slice(&bytes[offset as usize..end as usize]);
                 Ok(())
             }
-            (Data::Remote(data), _) => data.read(offset, buffer),
+            (Data::Remote(data), _) => data.read(offset, buffer, ahead_to),
         }
     }
 

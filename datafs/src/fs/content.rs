@@ -154,13 +154,14 @@ impl Layout {
     }
 
     /// Fills `buffer` with the file's bytes from `offset` on, and with zeroes in holes and beyond the end.
-    /// The range must lie within that of the layout.
+    /// The range must lie within that of the layout. From `ahead_to` of the file on, nothing is fetched ahead.
     pub(crate) fn read(
         &self,
         shared: &Shared,
         volume: u64,
         offset: u64,
         buffer: &mut [u8],
+        ahead_to: u64,
     ) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
@@ -179,7 +180,9 @@ impl Layout {
                 buffer[filled..at].fill(0);
             }
             let into = &mut buffer[at..part_end];
-            shared.read_part(volume, part.object, extent.object_offset, part.object_offset, into)?;
+            let ahead_to = part.object_offset.saturating_add(ahead_to.saturating_sub(part.file_offset));
+            let start = extent.object_offset;
+            shared.read_part_ahead(volume, part.object, start, part.object_offset, into, ahead_to)?;
             filled = filled.max(part_end);
         }
         buffer[filled..].fill(0);

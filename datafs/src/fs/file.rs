@@ -201,8 +201,14 @@ impl OpenFile {
 
     /// Reads `len` bytes from `offset` on, fewer only at the end of the file. Allocates the result.
     pub fn read_at(&self, offset: u64, len: usize) -> Result<Bytes> {
+        self.read_within(offset, len, u64::MAX)
+    }
+
+    /// [`OpenFile::read_at`] by a reader of a part of the file that ends at `ahead_to`: from there on, nothing is fetched
+    /// ahead from a remote store.
+    pub(crate) fn read_within(&self, offset: u64, len: usize, ahead_to: u64) -> Result<Bytes> {
         let mut buffer = ReadBuffer::default();
-        self.read_into(offset, len, &mut buffer)?;
+        self.read_ahead_to(offset, len, &mut buffer, ahead_to)?;
         let ReadBuffer { mut bytes, len } = buffer;
         bytes.truncate(len);
         Ok(bytes.into())
@@ -210,14 +216,18 @@ impl OpenFile {
 
     /// [`OpenFile::read_at`] into a reusable buffer.
     pub(crate) fn read_into(&self, offset: u64, len: usize, buffer: &mut ReadBuffer) -> Result<()> {
+        self.read_ahead_to(offset, len, buffer, u64::MAX)
+    }
+
+    fn read_ahead_to(&self, offset: u64, len: usize, buffer: &mut ReadBuffer, ahead_to: u64) -> Result<()> {
         if !self.flags.read {
             return Err(Error::BadHandle("reading"));
         }
         let end = offset.saturating_add(len as u64);
-        let Some(open) = &self.live else { return self.read_fixed(offset, end, buffer) };
+        let Some(open) = &self.live else { return self.read_fixed(offset, end, buffer, ahead_to) };
         let dirty = Some(open.dirty.lock()).filter(|dirty| !dirty.is_empty());
         let unflushed_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
-        self.read_committed(offset, end, unflushed_end, buffer)?;
+        self.read_committed(offset, end, unflushed_end, buffer, ahead_to)?;
         if let Some(mut dirty) = dirty {
             dirty.overlay(&self.view.shared, self.view.volume, offset, buffer.filled_mut())?;
         }
@@ -230,13 +240,14 @@ impl OpenFile {
         end: u64,
         unflushed_end: u64,
         buffer: &mut ReadBuffer,
+        ahead_to: u64,
     ) -> Result<()> {
         let mut attempts = READ_ATTEMPTS;
         loop {
             attempts -= 1;
             let layout = self.layout(offset, end)?;
             let into = buffer.take(offset, end.min(layout.size.max(unflushed_end)))?;
-            match layout.read(&self.view.shared, self.view.volume, offset, into) {
+            match layout.read(&self.view.shared, self.view.volume, offset, into, ahead_to) {
                 // Another writer replaced the object, and it was collected since the lookup: look up again.
                 Err(ObjectError::Missing { .. }) if attempts > 0 => {}
                 Err(error) => return Err(error.into()),
@@ -287,10 +298,12 @@ impl OpenFile {
     }
 
     /// Reads a file of a snapshot.
-    fn read_fixed(&self, offset: u64, end: u64, buffer: &mut ReadBuffer) -> Result<()> {
-        let Some(layout) = self.fixed()? else { return self.read_committed(offset, end, 0, buffer) };
+    fn read_fixed(&self, offset: u64, end: u64, buffer: &mut ReadBuffer, ahead_to: u64) -> Result<()> {
+        let Some(layout) = self.fixed()? else {
+            return self.read_committed(offset, end, 0, buffer, ahead_to);
+        };
         let into = buffer.take(offset, end.min(layout.size))?;
-        match layout.read(&self.view.shared, self.view.volume, offset, into) {
+        match layout.read(&self.view.shared, self.view.volume, offset, into, ahead_to) {
             // Either the snapshot was deleted, which `layout` reports, or the object is lost.
             Err(ObjectError::Missing { id }) => {
                 self.view.catch_up()?;

@@ -201,6 +201,19 @@ impl Shared {
         offset: u64,
         buffer: &mut [u8],
     ) -> Result<(), ObjectError> {
+        self.read_part_ahead(volume, object, start, offset, buffer, u64::MAX)
+    }
+
+    /// [`Shared::read_part`] by a reader that ends at `ahead_to` of the object.
+    pub(crate) fn read_part_ahead(
+        &self,
+        volume: u64,
+        object: ObjectId,
+        start: u64,
+        offset: u64,
+        buffer: &mut [u8],
+        ahead_to: u64,
+    ) -> Result<(), ObjectError> {
         let look_up = || {
             let row = self.meta.view(|txn| VolumeRow::get(txn, volume));
             row.map(|row| self.expect_keys(volume, &row)).map_err(|error| ObjectError::Store {
@@ -211,10 +224,10 @@ impl Shared {
         };
         let known = self.expected_keys.read().get(&volume).map(Arc::clone);
         let expected = known.map_or_else(look_up, Ok)?;
-        match self.pool.read_part(&expected, object, start, offset, buffer) {
+        match self.pool.read_part_ahead(&expected, object, start, offset, buffer, ahead_to) {
             // The volume's key may have been changed since: read its record again.
             Err(ObjectError::Protection { .. }) => {
-                self.pool.read_part(&*look_up()?, object, start, offset, buffer)
+                self.pool.read_part_ahead(&*look_up()?, object, start, offset, buffer, ahead_to)
             }
             done => done,
         }
