@@ -6,6 +6,7 @@ mod data;
 mod images;
 mod mixture;
 mod order;
+mod ranks;
 mod reading;
 mod selection;
 mod shared;

@@ -389,14 +389,14 @@ async fn a_scan_that_is_given_up_stops_reading() {
 
 /// A store that counts the bytes it delivers.
 #[derive(Debug)]
-struct Metered {
+pub(crate) struct Metered {
     inner: Arc<dyn ObjectStore>,
-    bytes: AtomicU64,
+    pub(crate) bytes: AtomicU64,
     reading: tokio::sync::Notify,
 }
 
 impl Metered {
-    fn new(inner: Arc<dyn ObjectStore>) -> Arc<Self> {
+    pub(crate) fn new(inner: Arc<dyn ObjectStore>) -> Arc<Self> {
         Arc::new(Self { inner, bytes: AtomicU64::new(0), reading: tokio::sync::Notify::new() })
     }
 }
