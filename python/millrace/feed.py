@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import multiprocessing
 import operator
 import os
 import sys
@@ -134,6 +135,11 @@ class Feed:
         of one. On a GPU, a slot is filled again behind the work that the stream of its batch had queued when the batch was
         freed. If another stream uses the batch, let that one wait for the first before it reads, and the first for it before
         the batch is freed: ``record_stream`` does not know the ring.
+    :param share_cache: whether the processes of this user on this machine that read the same snapshot, order and columns
+        share decoded row groups, so that each is decoded once. By default they do with ``LOCAL_WORLD_SIZE`` above 1, and in
+        child processes such as workers of a ``DataLoader``. The first process serves the others; its memory beyond its own
+        cache has the same limit as that. A process whose peers die goes on by itself. Row groups are shared on Linux, in one
+        network namespace, and never those of a live volume or a topic.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -162,6 +168,7 @@ class Feed:
         tokens: Tokens | None = None,
         buckets: Mapping[str, Sequence[int]] | None = None,
         device: Any = None,
+        share_cache: bool | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(dataset, (str, Mixture)):
@@ -202,6 +209,8 @@ class Feed:
             keys=keys,
             tokens=_tokens(tokens),
             buckets=next(iter(bounds.items()), None),
+            share_cache=_shares(share_cache),
+            never_share=share_cache is False,
         )
         self._arguments = {
             "batch_rows": batch_rows,
@@ -222,6 +231,7 @@ class Feed:
             "tokens": tokens,
             "buckets": bounds or None,
             "device": device,
+            "share_cache": share_cache,
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
@@ -515,6 +525,16 @@ def _epoch_rows(value: Any) -> str:
     text = _decimal("rows_per_epoch", value, "a number of rows, or a fraction of them such as 0.1")
     is_fraction = isinstance(value, (float, Decimal)) and "." not in text
     return f"{text}.0" if is_fraction else text
+
+
+def _shares(share_cache: bool | None) -> bool:
+    """Whether this process shares row groups: if asked for, or if other processes of its kind are on this machine."""
+    if share_cache is None:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return ranks.isdecimal() and ranks != "1" or multiprocessing.parent_process() is not None
+    if not isinstance(share_cache, bool):
+        raise UsageError(f"share_cache is {share_cache!r}; it must be True, False or None")
+    return share_cache
 
 
 def _is_place(rows: Any) -> bool:

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
@@ -20,6 +21,7 @@ use crate::feed::gather::{GatherError, gather_guarded};
 use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions};
 use crate::feed::metrics;
+use crate::feed::node::{NodeCache, Scope};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::patience::Patience;
 use crate::feed::pick::{Picker, Picks};
@@ -52,6 +54,11 @@ pub struct FeedOptions {
     /// epoch and the row only. None delivers no keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_column: Option<String>,
+    /// The home whose processes on this machine share decoded row groups, for the same plan and columns; none shares
+    /// nothing. The process that serves the others holds up to `cache_bytes_max` more bytes. Files of the dataset must
+    /// never change.
+    #[serde(skip)]
+    pub shared_home: Option<PathBuf>,
 }
 
 impl Default for FeedOptions {
@@ -64,6 +71,7 @@ impl Default for FeedOptions {
             record_batch_bytes_max: 1 << 30,
             images: BTreeMap::new(),
             key_column: None,
+            shared_home: None,
         }
     }
 }
@@ -118,6 +126,8 @@ struct Inner {
     has_keys: bool,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
+    /// The cache of the processes of this node.
+    node: Option<Arc<NodeCache>>,
     picker: Picker,
     /// The places of rows in buckets.
     places: Option<PlaceMap>,
@@ -234,6 +244,10 @@ impl Feed {
             None => bytes / plan.dataset().rows(),
         };
         let reader = GroupReader::new(store, Arc::clone(&plan), schema, concurrency, decoded_max);
+        let node = options.shared_home.as_deref().map(|home| {
+            let scope = Scope { home, plan: plan.id(), groups: plan.units(), schema: reader.schema() };
+            NodeCache::new(&scope, bytes_max)
+        });
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes,
@@ -242,6 +256,7 @@ impl Feed {
                 has_keys: options.key_column.is_some(),
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
+                node,
                 picker: Picker::new(Arc::clone(&plan)),
                 places: plan.buckets().map(|buckets| PlaceMap::new(&plan, buckets)),
                 prefetched: Mutex::default(),
@@ -509,8 +524,12 @@ pub(crate) async fn pack_sequences(
 impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
         let (reader, packer) = (Arc::clone(&self.reader), self.form.packer().cloned());
+        let node = self.node.clone();
         let decoding = async move {
-            let batch = reader.read(group).await?;
+            let batch = match node {
+                None => reader.read(group).await?,
+                Some(node) => node.read(group, reader.rows_of(group), reader.read(group)).await?,
+            };
             let Some(packer) = packer else { return Ok(batch) };
             let preparing = tokio::task::spawn_blocking(move || packer.prepare(group, &batch));
             preparing.await.map_err(|_| FeedError::Stopped { file: reader.path_of(group).to_owned() })?

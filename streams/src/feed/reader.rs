@@ -81,6 +81,17 @@ impl GroupReader {
         &self.plan.group_file(group).path
     }
 
+    /// The columns of the row groups.
+    pub(crate) fn schema(&self) -> &SchemaRef {
+        &self.schema
+    }
+
+    /// Rows of a decoded row group: its selected ones.
+    pub(crate) fn rows_of(&self, group: u32) -> usize {
+        let rows = self.plan.group(group).rows as usize;
+        self.plan.mask_of(group).map_or(rows, |mask| mask.true_count())
+    }
+
     /// Reads and decodes one row group of the plan, or the part of it that the plan names: its selected rows.
     ///
     /// Holds one of the decoding permits, so memory in flight is at most that many row groups,
