@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import datetime
-import multiprocessing
 import operator
 import os
 import sys
@@ -135,11 +134,12 @@ class Feed:
         of one. On a GPU, a slot is filled again behind the work that the stream of its batch had queued when the batch was
         freed. If another stream uses the batch, let that one wait for the first before it reads, and the first for it before
         the batch is freed: ``record_stream`` does not know the ring.
-    :param share_cache: whether the processes of this user on this machine that read the same snapshot, order and columns
-        share decoded row groups, so that each is decoded once. By default they do with ``LOCAL_WORLD_SIZE`` above 1, and in
-        child processes such as workers of a ``DataLoader``. The first process serves the others; its memory beyond its own
-        cache has the same limit as that. A process whose peers die goes on by itself. Row groups are shared on Linux, in one
-        network namespace, and never those of a live volume or a topic.
+    :param share_cache: whether to share decoded row groups with the other processes of this user on this machine that pass
+        ``True``, too, and read the same snapshot, order and columns: each row group is decoded once. It pays where they read
+        the same row groups, as several ranks, or several workers of a ``DataLoader``, over one snapshot do. It costs time
+        where each process reads row groups of its own. One process serves the others, and holds up to the limit of its own
+        cache for them in addition; row groups that several processes hold take their memory once. A process whose peers die or fail
+        decodes on its own. Row groups of less than 256 KiB are not shared, nor those of a live volume or a topic.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -168,7 +168,7 @@ class Feed:
         tokens: Tokens | None = None,
         buckets: Mapping[str, Sequence[int]] | None = None,
         device: Any = None,
-        share_cache: bool | None = None,
+        share_cache: bool = False,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(dataset, (str, Mixture)):
@@ -209,8 +209,7 @@ class Feed:
             keys=keys,
             tokens=_tokens(tokens),
             buckets=next(iter(bounds.items()), None),
-            share_cache=_shares(share_cache),
-            never_share=share_cache is False,
+            share_cache=_flag("share_cache", share_cache),
         )
         self._arguments = {
             "batch_rows": batch_rows,
@@ -527,14 +526,10 @@ def _epoch_rows(value: Any) -> str:
     return f"{text}.0" if is_fraction else text
 
 
-def _shares(share_cache: bool | None) -> bool:
-    """Whether this process shares row groups: if asked for, or if other processes of its kind are on this machine."""
-    if share_cache is None:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return ranks.isdecimal() and ranks != "1" or multiprocessing.parent_process() is not None
-    if not isinstance(share_cache, bool):
-        raise UsageError(f"share_cache is {share_cache!r}; it must be True, False or None")
-    return share_cache
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it must be True or False")
+    return value
 
 
 def _is_place(rows: Any) -> bool:

@@ -85,12 +85,8 @@ struct Recipe {
     device: Option<String>,
     /// The order in which another feed has counted, once its state was loaded.
     order: Option<PlanId>,
-    /// Whether row groups are shared with other processes of this machine.
+    /// Whether row groups of snapshots are shared with other processes of this machine.
     share_cache: bool,
-    /// The process that made the reader. In a child, which has others beside it, row groups are shared unless
-    /// `never_share` is set.
-    process: u32,
-    never_share: bool,
 }
 
 /// Reads batches in one order. Holds no position: the caller does.
@@ -114,7 +110,7 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         datasets, *, until, batch_rows, rows_per_epoch, seed, rank, world, columns, filter, splits, split, split_by,
-        format, device, home, images, keys, tokens, buckets, share_cache, never_share
+        format, device, home, images, keys, tokens, buckets, share_cache
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -139,7 +135,6 @@ impl Reader {
         tokens: Option<&str>,
         buckets: Option<(String, Vec<u32>)>,
         share_cache: bool,
-        never_share: bool,
     ) -> PyResult<Reader> {
         engine::with(py, |engine| {
             let format: Format = format.parse()?;
@@ -158,18 +153,7 @@ impl Reader {
                 until: until.map(str::parse).transpose()?,
             };
             let home = engine::locate(home)?;
-            let process = std::process::id();
-            let recipe = Recipe {
-                home,
-                sources,
-                options,
-                reading,
-                device,
-                order: None,
-                share_cache,
-                process,
-                never_share,
-            };
+            let recipe = Recipe { home, sources, options, reading, device, order: None, share_cache };
             Reader::open(engine, recipe, shard, format, epoch_rows)
         })
     }
@@ -498,6 +482,13 @@ impl Reader {
     }
 }
 
+impl Reading {
+    /// The feed.
+    pub(crate) fn feed(&self) -> &AnyFeed {
+        &self.feed
+    }
+}
+
 impl Batches {
     async fn next(&mut self) -> Option<millrace_streams::feed::Result<Delivered>> {
         match self {
@@ -534,16 +525,6 @@ impl Recipe {
         Ok(Some(Staging::new(feed.schema(), rows, Device::open(device)?)?))
     }
 
-    /// Whether row groups are shared with other processes: of snapshots only, whose files never change.
-    fn shares(&self, sources: &Sources) -> bool {
-        let is_wanted = self.share_cache || std::process::id() != self.process;
-        let is_snapshot = |spec: &SourceSpec| {
-            let text = spec.to_string();
-            spec.dataset().is_some() && text.split(":/").next().is_some_and(|source| source.contains('@'))
-        };
-        is_wanted && !self.never_share && sources.datasets.iter().all(|(spec, _)| is_snapshot(spec))
-    }
-
     /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed.
     fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed)> {
         let volumes = engine.volumes(&self.home)?;
@@ -552,14 +533,12 @@ impl Recipe {
         let opened = engine.block_on(async {
             let mut datasets = Vec::with_capacity(self.sources.datasets.len());
             for (spec, weight) in &self.sources.datasets {
-                datasets.push((spec.open(&volumes, kafka.as_ref()).await?, *weight));
+                let dataset = spec.open(&volumes, kafka.as_ref()).await?;
+                datasets.push((if self.share_cache { dataset.shared().await } else { dataset }, *weight));
             }
             let specs = datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight));
             let sources = Sources { datasets: specs.collect(), until: self.sources.until };
-            let read = &FeedOptions {
-                shared_home: self.shares(&sources).then(|| self.home.clone()),
-                ..self.reading.clone()
-            };
+            let read = &self.reading;
             let feed: AnyFeed = match (&datasets[..], self.sources.until) {
                 ([(dataset, _)], None) => {
                     let plan = dataset.plan(&self.options).await?;

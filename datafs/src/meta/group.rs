@@ -31,7 +31,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::{self, Checkpoints};
 use super::committer;
-use super::engine::{Durability, Engine, Order, Pairs, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, FileIdentity, Order, Pairs, ReadTxn, WriteTxn};
 use super::group_state::{Batch, State};
 use super::keys;
 use super::overlay::{Changes, View, Write};
@@ -308,6 +308,11 @@ impl Group {
                 return Err(Error::Busy { place: shared.engine.place(), waited_ms });
             }
         }
+    }
+
+    /// See [`Engine::file_identity`].
+    pub(crate) fn file_identity(&self) -> Result<FileIdentity> {
+        self.shared.engine.file_identity()
     }
 
     /// The reserved space.

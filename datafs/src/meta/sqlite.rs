@@ -15,7 +15,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use millrace_leaf::error_chain;
 use millrace_leaf::private;
@@ -26,7 +26,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 use self::fault::{is_busy, translate};
 use super::change_log;
 use super::codec::Decoder;
-use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, FileIdentity, Order, Pair, ReadTxn, WriteTxn};
 use super::file_space::{FileSpace, free_bytes};
 use super::keys;
 use super::reserve::{self, allocate_open};
@@ -50,7 +50,8 @@ const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 const SHARED_ROOM_BYTES: u64 = 16 << 20;
 /// Earlier versions lose commits when one process resets the log while another copies it back:
 /// <https://sqlite.org/wal.html#walresetbug>.
-const _: () = assert!(rusqlite::ffi::SQLITE_VERSION_NUMBER >= 3_051_003, "SQLite before 3.51.3 loses commits");
+const _: () =
+    assert!(rusqlite::ffi::SQLITE_VERSION_NUMBER >= 3_051_003, "SQLite before 3.51.3 loses commits");
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -491,6 +492,14 @@ impl Engine for Sqlite {
             Err(Error::NoSpace { .. }) => self.sync_log(),
             other => other,
         }
+    }
+
+    fn file_identity(&self) -> Result<FileIdentity> {
+        let look = |e| Error::io("look at metadata file", self.path.as_path(), e);
+        let created = self.handle.metadata().map_err(look)?.created().ok();
+        let created = created.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let (device, inode) = self.file;
+        Ok(FileIdentity { device, inode, created: created.unwrap_or_default() })
     }
 
     /// A commit is visible to every process when it returns.

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
@@ -21,7 +20,7 @@ use crate::feed::gather::{GatherError, gather_guarded};
 use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions};
 use crate::feed::metrics;
-use crate::feed::node::{NodeCache, Scope};
+use crate::feed::node::{NodeCache, Scope, Wanted};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::patience::Patience;
 use crate::feed::pick::{Picker, Picks};
@@ -54,11 +53,6 @@ pub struct FeedOptions {
     /// epoch and the row only. None delivers no keys.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_column: Option<String>,
-    /// The home whose processes on this machine share decoded row groups, for the same plan and columns; none shares
-    /// nothing. The process that serves the others holds up to `cache_bytes_max` more bytes. Files of the dataset must
-    /// never change.
-    #[serde(skip)]
-    pub shared_home: Option<PathBuf>,
 }
 
 impl Default for FeedOptions {
@@ -71,7 +65,6 @@ impl Default for FeedOptions {
             record_batch_bytes_max: 1 << 30,
             images: BTreeMap::new(),
             key_column: None,
-            shared_home: None,
         }
     }
 }
@@ -244,10 +237,7 @@ impl Feed {
             None => bytes / plan.dataset().rows(),
         };
         let reader = GroupReader::new(store, Arc::clone(&plan), schema, concurrency, decoded_max);
-        let node = options.shared_home.as_deref().map(|home| {
-            let scope = Scope { home, plan: plan.id(), groups: plan.units(), schema: reader.schema() };
-            NodeCache::new(&scope, bytes_max)
-        });
+        let node = Scope::of(&plan, reader.schema()).and_then(|scope| NodeCache::new(&scope, bytes_max));
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes,
@@ -277,6 +267,20 @@ impl Feed {
     /// sequences; and the keys.
     pub fn schema(&self) -> &SchemaRef {
         &self.inner.schema
+    }
+
+    /// Ends the server of shared row groups, if this process is it, until [`Feed::resume_serving`].
+    pub async fn pause_serving(&self) {
+        if let Some(node) = &self.inner.node {
+            node.pause_serving().await;
+        }
+    }
+
+    /// Lets this process serve shared row groups again.
+    pub fn resume_serving(&self) {
+        if let Some(node) = &self.inner.node {
+            node.resume_serving();
+        }
     }
 
     /// What the streams know of an outage of brokers.
@@ -525,16 +529,20 @@ impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
         let (reader, packer) = (Arc::clone(&self.reader), self.form.packer().cloned());
         let node = self.node.clone();
+        let bytes = self.plan.group_bytes(group);
         let decoding = async move {
             let batch = match node {
                 None => reader.read(group).await?,
-                Some(node) => node.read(group, reader.rows_of(group), reader.read(group)).await?,
+                Some(node) => {
+                    let wanted = Wanted { group, rows: reader.rows_of(group), bytes };
+                    node.read(&wanted, reader.permits(), reader.decode(group)).await?
+                }
             };
             let Some(packer) = packer else { return Ok(batch) };
             let preparing = tokio::task::spawn_blocking(move || packer.prepare(group, &batch));
             preparing.await.map_err(|_| FeedError::Stopped { file: reader.path_of(group).to_owned() })?
         };
-        (self.plan.group_bytes(group), decoding)
+        (bytes, decoding)
     }
 
     /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images and sequences.

@@ -196,7 +196,7 @@ impl GroupCache {
 }
 
 /// Memory of a batch. An allocation of which several buffers are parts counts once.
-fn memory_bytes(batch: &RecordBatch) -> u64 {
+pub(crate) fn memory_bytes(batch: &RecordBatch) -> u64 {
     let mut buffers = Vec::new();
     for column in batch.columns() {
         add_buffers(&column.to_data(), &mut buffers);

@@ -1,428 +1,374 @@
 //! Cache of decoded row groups that the processes of a node share.
 //!
-//! The processes of one user that read the same plan and columns from one home meet at an abstract Unix socket. The
-//! process that binds it serves, the others ask. A row group is one Arrow IPC stream in a sealed memory file, which
-//! every process maps. The first process that asks for a row group gets the claim to decode it; others wait for it.
+//! The processes of one user that read the same row groups and columns of one snapshot ([`Scope`]) meet at an abstract
+//! Unix socket. The process that binds it serves, all of them ask. A row group is one Arrow IPC stream in a sealed memory
+//! file, which every process maps. The first process that asks for a row group gets the claim to decode it; others wait.
 //!
 //! Invariants:
-//! - No process depends on another one: each wait has a limit, and after an error the process decodes by itself.
-//! - A claim ends with its connection, or after [`CLAIM_TIME`]; the next process that waits gets it.
-//! - The server holds at most the limit of its own cache in bytes; processes keep what they have mapped.
+//! - No process depends on another one: each wait has a limit. After an error the process decodes on its own, and asks
+//!   nothing for [`Limits::quiet`], longer after each further error.
+//! - No deadlock: a process takes its decoding permit before it asks, and gets a claim in answer to a question only. So a
+//!   holder of a claim waits for its decoding and for answers that the server gives at once, never for a permit or a claim.
+//!   A process that waits for the claim of another one holds neither: it gives its permit back first.
+//! - A process waits for one claim at most. Where that one ends without a file, the first that asks again gets the claim,
+//!   and the others decode at once.
+//! - The server holds at most the limit of its own cache in bytes. A process maps at most [`MAPPINGS_MAX`] files, none
+//!   below [`BYTES_MIN`]. A mapping ends with the last reference to its row group.
 //! - Nothing has a name in a file system: after `kill -9` the kernel frees sockets and memory files.
 
+mod line;
 mod memory;
+mod scope;
+mod shelf;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::OsString;
+pub(crate) use scope::Scope;
+
 use std::future::Future;
-use std::io::{self, ErrorKind};
-use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arrow::array::RecordBatch;
 use arrow::datatypes::SchemaRef;
-use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::geteuid;
 use parking_lot::Mutex;
-use sha2::{Digest as _, Sha256};
-use tokio::io::Interest;
-use tokio::net::{UnixListener, UnixStream};
-use tokio::task::JoinSet;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::feed::cache::memory_bytes;
 use crate::feed::error::Result;
-use crate::feed::hash::NumberMap;
-use crate::feed::plan::PlanId;
-use memory::MESSAGE_BYTES;
+use line::{Kind, Line, Listener, nonsense, within};
+use memory::Mappings;
+use shelf::Shelf;
 
-/// How long a process may take to decode a row group that it has claimed.
-const CLAIM_TIME: Duration = Duration::from_secs(30);
-/// How long a process waits for a row group that another one decodes: longer than a claim.
-const WAIT_TIME: Duration = Duration::from_secs(45);
-/// How long the other end of a new connection may be silent.
-const FIRST_TIME: Duration = Duration::from_secs(2);
-/// How long a process does not ask after a peer was silent or sent nonsense.
-const QUIET_TIME: Duration = Duration::from_secs(10);
-/// Connections that a server answers at a time.
-const CONNECTIONS_MAX: usize = 256;
-/// Memory files that a server holds, within a quarter of its limit on descriptors.
-const FILES_MAX: u64 = 512;
+/// Size from which a row group is shared: each takes a mapping, of which the kernel allows 65,530 in a process.
+const BYTES_MIN: u64 = 256 << 10;
+/// Row groups of other processes that a process maps at a time.
+const MAPPINGS_MAX: usize = 1_024;
+/// Doublings of the quiet time: about 10 minutes after the sixth error in a row.
+const DOUBLINGS_MAX: u32 = 6;
+/// How long a fork waits for the end of a server.
+const STOP_TIME: Duration = Duration::from_secs(1);
 
-/// The beginning of each message, with the version of the protocol.
-const MAGIC: &[u8; 4] = b"mrf1";
-/// Asks for a row group.
-const GET: u32 = 1;
-/// The row group, with its file.
-const HIT: u32 = 2;
-/// Another process decodes it.
-const WAIT: u32 = 3;
-/// The receiver has the claim.
-const DECODE: u32 = 4;
-/// The decoded row group of a claim, with its file.
-const PUT: u32 = 5;
+/// Limits of waits.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// How long the other end of a connection may take for an answer that it gives at once.
+    answer: Duration,
+    /// How long a process may take to decode a row group that it has claimed.
+    claim: Duration,
+    /// How long a process waits for a row group that another one decodes: longer than a claim.
+    wait: Duration,
+    /// How long a process does not ask after an error.
+    quiet: Duration,
+}
 
-/// What names a shared cache, but for the user.
-pub(crate) struct Scope<'a> {
-    pub(crate) home: &'a Path,
-    pub(crate) plan: PlanId,
-    /// Row groups of the plan.
-    pub(crate) groups: u32,
-    pub(crate) schema: &'a SchemaRef,
+const LIMITS: Limits = Limits {
+    answer: Duration::from_secs(2),
+    claim: Duration::from_secs(30),
+    wait: Duration::from_secs(45),
+    quiet: Duration::from_secs(10),
+};
+
+/// A row group that a feed needs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    /// Its number in the plan.
+    pub(crate) group: u32,
+    /// Its rows once it is decoded.
+    pub(crate) rows: usize,
+    /// Its estimated size once it is decoded, with all columns of the dataset.
+    pub(crate) bytes: u64,
 }
 
 /// One process's end of the shared cache, and its server where it has bound the socket.
 pub(crate) struct NodeCache {
     address: PathBuf,
     schema: SchemaRef,
+    limits: Limits,
     shelf: Arc<Shelf>,
-    server: Mutex<Option<AbortOnDropHandle<()>>>,
-    /// Until when this process does not ask.
-    quiet_until: Mutex<Option<Instant>>,
+    mappings: Arc<Mappings>,
+    server: Mutex<Server>,
+    quiet: Mutex<Quiet>,
+    sizes: Mutex<Sizes>,
 }
 
-struct Message {
-    kind: u32,
-    group: u32,
-    file: Option<OwnedFd>,
+enum Server {
+    Off,
+    On {
+        stop: CancellationToken,
+        task: AbortOnDropHandle<()>,
+    },
+    /// The process is about to fork.
+    Paused,
+}
+
+/// Errors in a row, and the time until which this process does not ask.
+#[derive(Default)]
+struct Quiet {
+    errors: u32,
+    until: Option<Instant>,
+}
+
+/// Estimated and actual sizes of the row groups so far: estimates count columns that are not read.
+#[derive(Default)]
+struct Sizes {
+    estimated: u64,
+    decoded: u64,
 }
 
 enum Reply {
+    /// The row group.
     Hit(OwnedFd),
     /// The claim, which ends with the connection.
-    Decode(UnixStream),
+    Decode(Line),
+    /// Another process has the claim.
+    Wait(Line),
+    /// The row group is not shared now.
+    Alone,
 }
 
 impl NodeCache {
-    /// Binds and connects nothing yet. As a server, it holds at most `bytes_max` bytes.
-    pub(crate) fn new(scope: &Scope<'_>, bytes_max: u64) -> Arc<Self> {
-        let descriptors = getrlimit(Resource::RLIMIT_NOFILE).map_or(FILES_MAX, |(soft, _)| soft / 4);
-        let files_max = descriptors.clamp(1, FILES_MAX) as usize;
+    /// Binds and connects nothing yet. As a server, it holds at most `bytes_max` bytes. None for a user whose processes
+    /// cannot be told from those of others.
+    pub(crate) fn new(scope: &Scope<'_>, bytes_max: u64) -> Option<Arc<Self>> {
+        let own = geteuid().as_raw();
+        if !line::is_own_user(own, own, line::overflow_uid()) {
+            tracing::debug!(uid = own, "row groups are not shared: this user stands for several");
+            return None;
+        }
+        Some(Self::with(scope, bytes_max, LIMITS, Mappings::of_process()))
+    }
+
+    fn with(scope: &Scope<'_>, bytes_max: u64, limits: Limits, mappings: Arc<Mappings>) -> Arc<Self> {
         Arc::new(Self {
-            address: address(scope),
+            address: scope.address(),
             schema: Arc::clone(scope.schema),
-            shelf: Arc::new(Shelf { bytes_max, files_max, groups: scope.groups, table: Mutex::default() }),
-            server: Mutex::default(),
-            quiet_until: Mutex::default(),
+            limits,
+            shelf: Shelf::new(bytes_max, scope.groups, limits),
+            mappings,
+            server: Mutex::new(Server::Off),
+            quiet: Mutex::default(),
+            sizes: Mutex::default(),
         })
     }
 
-    /// A row group of `rows` rows: that of another process, or the result of `decode`, which is shared then.
+    /// A row group: that of another process, or the result of `decode`, which is shared then. Holds one of the `permits`
+    /// while it decodes, and not while it waits for another process.
     pub(crate) async fn read(
         &self,
-        group: u32,
-        rows: usize,
+        wanted: &Wanted,
+        permits: &Semaphore,
         decode: impl Future<Output = Result<RecordBatch>> + Send,
     ) -> Result<RecordBatch> {
-        if self.quiet_until.lock().is_some_and(|until| Instant::now() < until) {
-            return decode.await;
-        }
-        let found = match self.ask(group).await {
-            Ok(Reply::Decode(claim)) => {
-                let batch = decode.await?;
-                return Ok(self.put(&claim, group, batch).await);
+        let (mut has_waited, mut has_failed) = (false, false);
+        let (claim, permit) = loop {
+            // Nothing closes the semaphore.
+            let permit = permits.acquire().await.ok();
+            if has_failed || !self.may_ask(wanted) {
+                break (None, permit);
             }
-            Ok(Reply::Hit(file)) => self.open(file, rows).await,
-            Err(error) => Err(error),
-        };
-        match found {
-            Ok(batch) => Ok(batch),
-            Err(error) => {
-                tracing::debug!(%error, group, "no row group of another process; decoding it here");
-                if matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::InvalidData) {
-                    *self.quiet_until.lock() = Some(Instant::now() + QUIET_TIME);
+            match self.ask(wanted.group, has_waited).await {
+                Ok(Reply::Hit(file)) => match self.open(file, wanted.rows).await {
+                    Ok(batch) => {
+                        *self.quiet.lock() = Quiet::default();
+                        self.note_size(wanted, &batch);
+                        return Ok(batch);
+                    }
+                    Err(error) => {
+                        self.be_quiet(wanted.group, &error);
+                        break (None, permit);
+                    }
+                },
+                Ok(Reply::Decode(claim)) => break (Some(claim), permit),
+                Ok(Reply::Alone) => break (None, permit),
+                Ok(Reply::Wait(line)) => {
+                    drop(permit);
+                    if let Err(error) = self.wait(&line, wanted.group).await {
+                        self.be_quiet(wanted.group, &error);
+                        has_failed = true;
+                    }
+                    has_waited = true;
                 }
-                decode.await
+                Err(error) => {
+                    self.be_quiet(wanted.group, &error);
+                    break (None, permit);
+                }
             }
+        };
+        let batch = decode.await?;
+        let bytes = self.note_size(wanted, &batch);
+        let shared = match claim {
+            Some(claim) if bytes >= BYTES_MIN => self.put(&claim, wanted.group, batch).await,
+            _ => batch,
+        };
+        drop(permit);
+        Ok(shared)
+    }
+
+    /// Whether to ask the other processes for a row group.
+    fn may_ask(&self, wanted: &Wanted) -> bool {
+        let is_quiet = self.quiet.lock().until.is_some_and(|until| Instant::now() < until);
+        let bytes = self.sizes.lock().predict(wanted.bytes);
+        !is_quiet
+            && (BYTES_MIN..=self.shelf.bytes_max()).contains(&bytes)
+            && self.mappings.has_room()
+            && !matches!(*self.server.lock(), Server::Paused)
+    }
+
+    /// Asks nothing for a while.
+    fn be_quiet(&self, group: u32, error: &io::Error) {
+        let mut quiet = self.quiet.lock();
+        let time = self.limits.quiet * (1 << quiet.errors.min(DOUBLINGS_MAX));
+        quiet.errors = quiet.errors.saturating_add(1);
+        quiet.until = Some(Instant::now() + time);
+        drop(quiet);
+        tracing::debug!(%error, group, ?time, "row groups are not shared for a while");
+    }
+
+    /// Notes and returns the size of a row group.
+    fn note_size(&self, wanted: &Wanted, batch: &RecordBatch) -> u64 {
+        let bytes = memory_bytes(batch);
+        let mut sizes = self.sizes.lock();
+        sizes.estimated = sizes.estimated.saturating_add(wanted.bytes);
+        sizes.decoded = sizes.decoded.saturating_add(bytes);
+        bytes
+    }
+
+    async fn ask(&self, group: u32, has_waited: bool) -> io::Result<Reply> {
+        let line = self.connect().await?;
+        line.check_peer()?;
+        let kind = if has_waited { Kind::GetAgain } else { Kind::Get };
+        line.send(self.limits.answer, kind, group, None).await?;
+        let reply = within(self.limits.answer, line.receive()).await?;
+        match (reply.kind, reply.file) {
+            _ if reply.group != group => Err(nonsense("an answer for another row group")),
+            (Kind::Hit, Some(file)) => Ok(Reply::Hit(file)),
+            (Kind::Decode, None) => Ok(Reply::Decode(line)),
+            (Kind::Wait, None) if !has_waited => Ok(Reply::Wait(line)),
+            (Kind::Alone, None) => Ok(Reply::Alone),
+            _ => Err(nonsense("an answer of another form")),
         }
     }
 
-    async fn ask(&self, group: u32) -> io::Result<Reply> {
-        let stream = self.connect().await?;
-        check_peer(&stream)?;
-        send(&stream, GET, group, None).await?;
-        let mut reply = within(FIRST_TIME, receive(&stream)).await?;
-        if reply.kind == WAIT {
-            reply = within(WAIT_TIME, receive(&stream)).await?;
-        }
+    /// Waits until the claim of another process has ended.
+    async fn wait(&self, line: &Line, group: u32) -> io::Result<()> {
+        let reply = within(self.limits.wait, line.receive()).await?;
         match (reply.kind, reply.file) {
-            (HIT, Some(file)) if reply.group == group => Ok(Reply::Hit(file)),
-            (DECODE, None) if reply.group == group => Ok(Reply::Decode(stream)),
+            (Kind::Done, None) if reply.group == group => Ok(()),
             _ => Err(nonsense("an answer of another form")),
         }
     }
 
     /// Connects to the server, which this process becomes where there is none.
-    async fn connect(&self) -> io::Result<UnixStream> {
-        let first = UnixStream::connect(&self.address).await;
-        if !matches!(&first, Err(error) if error.kind() == ErrorKind::ConnectionRefused) {
-            return first;
+    async fn connect(&self) -> io::Result<Line> {
+        match Line::connect(&self.address).await {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
+            connected => return connected,
         }
         self.serve();
-        UnixStream::connect(&self.address).await
+        Line::connect(&self.address).await
     }
 
     fn serve(&self) {
         let mut server = self.server.lock();
-        // Another process may have bound it meanwhile.
-        if let Ok(listener) = UnixListener::bind(&self.address) {
-            *server = Some(AbortOnDropHandle::new(tokio::spawn(serve(listener, Arc::clone(&self.shelf)))));
+        if matches!(*server, Server::Paused) {
+            return;
+        }
+        // Fails where another process has bound it meanwhile.
+        if let Ok(listener) = Listener::bind(&self.address) {
+            let stop = CancellationToken::new();
+            let serving = shelf::serve(listener, Arc::clone(&self.shelf), stop.clone());
+            *server = Server::On { stop, task: AbortOnDropHandle::new(tokio::spawn(serving)) };
+        }
+    }
+
+    /// Ends the server, and lets this process serve no more until [`NodeCache::resume_serving`]. When it returns, the
+    /// socket is closed.
+    pub(crate) async fn pause_serving(&self) {
+        let server = std::mem::replace(&mut *self.server.lock(), Server::Paused);
+        if let Server::On { stop, task } = server {
+            stop.cancel();
+            if timeout(STOP_TIME, task).await.is_err() {
+                tracing::warn!("the server of shared row groups did not end before a fork");
+            }
+        }
+    }
+
+    /// Lets this process serve again.
+    pub(crate) fn resume_serving(&self) {
+        let mut server = self.server.lock();
+        if matches!(*server, Server::Paused) {
+            *server = Server::Off;
         }
     }
 
     /// The batch in a file of another process.
     async fn open(&self, file: OwnedFd, rows: usize) -> io::Result<RecordBatch> {
-        let (schema, bytes_max) = (Arc::clone(&self.schema), self.shelf.bytes_max);
+        let (schema, mappings) = (Arc::clone(&self.schema), Arc::clone(&self.mappings));
+        let sizes = BYTES_MIN..=self.shelf.bytes_max();
         let opening = move || {
-            let bytes = memory::map(&file, bytes_max)?;
-            memory::decode(bytes, &schema, rows).map_err(|error| nonsense(&error.to_string()))
+            let bytes = memory::map(&file, &sizes, &mappings)?;
+            memory::decode(&bytes, &schema, rows).map_err(|error| nonsense(&error.to_string()))
         };
         // Arrow panics on some malformed input.
         tokio::task::spawn_blocking(opening).await.map_err(|error| nonsense(&error.to_string()))?
     }
 
     /// Hands a decoded row group to the server. Returns it over the shared memory, or as it is.
-    async fn put(&self, claim: &UnixStream, group: u32, batch: RecordBatch) -> RecordBatch {
-        let (schema, bytes_max, kept) = (Arc::clone(&self.schema), self.shelf.bytes_max, batch.clone());
+    async fn put(&self, claim: &Line, group: u32, batch: RecordBatch) -> RecordBatch {
+        let (schema, mappings, kept) = (Arc::clone(&self.schema), Arc::clone(&self.mappings), batch.clone());
+        let sizes = BYTES_MIN..=self.shelf.bytes_max();
         let encoding = move || -> io::Result<_> {
             let file = memory::encode(&batch)?;
-            let bytes = memory::map(&file, bytes_max)?;
-            let shared = memory::decode(bytes, &schema, batch.num_rows()).map_err(io::Error::other)?;
-            Ok((file, shared))
+            if !sizes.contains(&memory::size(&file)?) {
+                return Ok(None);
+            }
+            let bytes = memory::map(&file, &sizes, &mappings)?;
+            let shared = memory::decode(&bytes, &schema, batch.num_rows()).map_err(io::Error::other)?;
+            Ok(Some((file, shared)))
         };
         let encoded = tokio::task::spawn_blocking(encoding).await;
-        let sent = match encoded.unwrap_or_else(|error| Err(io::Error::other(error))) {
-            Ok((file, shared)) => send(claim, PUT, group, Some(&file)).await.map(|()| shared),
+        let shared = match encoded.unwrap_or_else(|error| Err(io::Error::other(error))) {
+            // Smaller or larger than estimated.
+            Ok(None) => return kept,
+            Ok(Some((file, shared))) => self.hand_over(claim, group, &file).await.map(|()| shared),
             Err(error) => Err(error),
         };
-        sent.unwrap_or_else(|error| {
-            tracing::debug!(%error, group, "the decoded row group is not shared");
-            kept
-        })
-    }
-}
-
-/// The abstract address of a shared cache.
-fn address(scope: &Scope<'_>) -> PathBuf {
-    let mut digest = Sha256::new();
-    digest.update(geteuid().as_raw().to_le_bytes());
-    let home = scope.home.canonicalize().unwrap_or_else(|_| scope.home.to_owned());
-    let home = home.as_os_str().as_bytes();
-    digest.update((home.len() as u64).to_le_bytes());
-    digest.update(home);
-    digest.update(scope.plan.as_bytes());
-    for field in scope.schema.fields() {
-        // Another type only costs the sharing: columns are compared once they are decoded.
-        let column = format!("{:?} {} {}", field.name(), field.data_type(), field.is_nullable());
-        digest.update((column.len() as u64).to_le_bytes());
-        digest.update(column);
-    }
-    let name = format!("\0millrace-feed-{}", hex::encode(digest.finalize()));
-    PathBuf::from(OsString::from_vec(name.into_bytes()))
-}
-
-/// Row groups that the server holds.
-struct Shelf {
-    bytes_max: u64,
-    files_max: usize,
-    groups: u32,
-    table: Mutex<Table>,
-}
-
-#[derive(Default)]
-struct Table {
-    slots: NumberMap<u32, Slot>,
-    bytes: u64,
-    files: usize,
-    /// Answers so far.
-    uses: u64,
-}
-
-enum Slot {
-    Kept {
-        file: Arc<OwnedFd>,
-        bytes: u64,
-        used: u64,
-    },
-    /// A process decodes it; the token is cancelled at the end of the claim.
-    Claimed(CancellationToken),
-}
-
-enum Answer {
-    Hit(Arc<OwnedFd>),
-    Wait(CancellationToken),
-    Decode(Claim),
-}
-
-/// The exclusive right to decode a row group, until it is dropped.
-struct Claim {
-    shelf: Arc<Shelf>,
-    group: u32,
-    done: CancellationToken,
-}
-
-impl Shelf {
-    fn ask(self: &Arc<Self>, group: u32) -> Answer {
-        let mut table = self.table.lock();
-        table.uses += 1;
-        let now = table.uses;
-        match table.slots.get_mut(&group) {
-            Some(Slot::Kept { file, used, .. }) => {
-                *used = now;
-                Answer::Hit(Arc::clone(file))
+        match shared {
+            Ok(shared) => {
+                *self.quiet.lock() = Quiet::default();
+                shared
             }
-            Some(Slot::Claimed(done)) => Answer::Wait(done.clone()),
-            None => {
-                let done = CancellationToken::new();
-                table.slots.insert(group, Slot::Claimed(done.clone()));
-                Answer::Decode(Claim { shelf: Arc::clone(self), group, done })
+            Err(error) => {
+                self.be_quiet(group, &error);
+                kept
             }
         }
     }
 
-    /// Bytes that are held.
-    #[cfg(test)]
-    fn bytes(&self) -> u64 {
-        self.table.lock().bytes
-    }
-}
-
-impl Table {
-    /// Evicts the row groups that were asked for least recently until the limits hold.
-    fn evict(&mut self, bytes_max: u64, files_max: usize) {
-        while self.bytes > bytes_max || self.files > files_max {
-            let oldest = self.slots.iter().filter_map(|(group, slot)| match slot {
-                Slot::Kept { used, bytes, .. } => Some((*used, *group, *bytes)),
-                Slot::Claimed(_) => None,
-            });
-            let Some((_, group, bytes)) = oldest.min() else { return };
-            self.slots.remove(&group);
-            self.bytes -= bytes;
-            self.files -= 1;
+    /// Sends a file to the server, which confirms that it keeps it.
+    async fn hand_over(&self, claim: &Line, group: u32, file: &OwnedFd) -> io::Result<()> {
+        claim.send(self.limits.answer, Kind::Put, group, Some(file)).await?;
+        let reply = within(self.limits.answer, claim.receive()).await?;
+        match (reply.kind, reply.file) {
+            (Kind::Kept, None) if reply.group == group => Ok(()),
+            _ => Err(nonsense("an answer of another form")),
         }
     }
 }
 
-impl Claim {
-    /// Keeps the decoded row group, and lets those that wait have it.
-    fn fulfil(self, file: OwnedFd, bytes: u64) {
-        let mut table = self.shelf.table.lock();
-        table.uses += 1;
-        let slot = Slot::Kept { file: Arc::new(file), bytes, used: table.uses };
-        table.slots.insert(self.group, slot);
-        table.bytes += bytes;
-        table.files += 1;
-        table.evict(self.shelf.bytes_max, self.shelf.files_max);
-        drop(table);
+impl Sizes {
+    /// The size to expect of a row group with this estimate.
+    fn predict(&self, estimate: u64) -> u64 {
+        let scaled = u128::from(estimate) * u128::from(self.decoded);
+        let scaled = scaled.checked_div(u128::from(self.estimated)).unwrap_or(estimate.into());
+        u64::try_from(scaled).unwrap_or(u64::MAX)
     }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        let mut table = self.shelf.table.lock();
-        if let Some(Slot::Claimed(_)) = table.slots.get(&self.group) {
-            table.slots.remove(&self.group);
-        }
-        drop(table);
-        self.done.cancel();
-    }
-}
-
-/// Answers connections until it is dropped.
-async fn serve(listener: UnixListener, shelf: Arc<Shelf>) {
-    let mut connections = JoinSet::new();
-    loop {
-        tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) if connections.len() < CONNECTIONS_MAX => {
-                    connections.spawn(answer(stream, Arc::clone(&shelf)));
-                }
-                Ok(_) => {}
-                Err(error) => {
-                    tracing::debug!(%error, "the shared row groups have no connection to spare");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-            },
-            Some(_) = connections.join_next() => {}
-        }
-    }
-}
-
-async fn answer(stream: UnixStream, shelf: Arc<Shelf>) {
-    if let Err(error) = converse(&stream, &shelf).await {
-        tracing::debug!(%error, "a connection for shared row groups ended");
-    }
-}
-
-async fn converse(stream: &UnixStream, shelf: &Arc<Shelf>) -> io::Result<()> {
-    check_peer(stream)?;
-    let asked = within(FIRST_TIME, receive(stream)).await?;
-    let group = asked.group;
-    if asked.kind != GET || asked.file.is_some() || group >= shelf.groups {
-        return Err(nonsense("a request of another form"));
-    }
-    let mut has_said_wait = false;
-    loop {
-        match shelf.ask(group) {
-            Answer::Hit(file) => return send(stream, HIT, group, Some(&file)).await,
-            Answer::Wait(done) => {
-                if !has_said_wait {
-                    send(stream, WAIT, group, None).await?;
-                    has_said_wait = true;
-                }
-                done.cancelled().await;
-            }
-            Answer::Decode(claim) => {
-                send(stream, DECODE, group, None).await?;
-                let put = within(CLAIM_TIME, receive(stream)).await?;
-                let file = put.file.filter(|_| put.kind == PUT && put.group == group);
-                let file = file.ok_or_else(|| nonsense("a row group of another form"))?;
-                let bytes = memory::check(&file, shelf.bytes_max)?;
-                claim.fulfil(file, bytes);
-                return Ok(());
-            }
-        }
-    }
-}
-
-/// Refuses processes of other users: abstract addresses have no permissions.
-fn check_peer(stream: &UnixStream) -> io::Result<()> {
-    if stream.peer_cred()?.uid() == geteuid().as_raw() {
-        return Ok(());
-    }
-    Err(nonsense("the process at the other end is of another user"))
-}
-
-fn nonsense(what: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, what.to_owned())
-}
-
-async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    timeout(limit, work).await.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into()))
-}
-
-async fn send(stream: &UnixStream, kind: u32, group: u32, file: Option<&OwnedFd>) -> io::Result<()> {
-    let mut bytes = [0u8; MESSAGE_BYTES];
-    bytes[..4].copy_from_slice(MAGIC);
-    bytes[4..8].copy_from_slice(&kind.to_le_bytes());
-    bytes[8..].copy_from_slice(&group.to_le_bytes());
-    let file = file.map(|file| file.as_raw_fd());
-    let sending = stream.async_io(Interest::WRITABLE, || memory::send(stream.as_raw_fd(), &bytes, file));
-    within(FIRST_TIME, sending).await
-}
-
-async fn receive(stream: &UnixStream) -> io::Result<Message> {
-    let receiving = stream.async_io(Interest::READABLE, || memory::receive(stream.as_raw_fd()));
-    let (bytes, file) = receiving.await?;
-    let [m0, m1, m2, m3, k0, k1, k2, k3, g0, g1, g2, g3] = bytes;
-    if [m0, m1, m2, m3] != *MAGIC {
-        return Err(nonsense("a message of another version"));
-    }
-    let (kind, group) = (u32::from_le_bytes([k0, k1, k2, k3]), u32::from_le_bytes([g0, g1, g2, g3]));
-    Ok(Message { kind, group, file })
 }
