@@ -19,9 +19,9 @@ const BYTES: u64 = 500_000;
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Limits that a busy machine does not reach.
 const PATIENT: Limits = Limits {
-    answer: DEADLINE,
-    claim: DEADLINE.saturating_mul(2),
-    wait: DEADLINE.saturating_mul(3),
+    answer: DEADLINE.saturating_mul(2),
+    claim: DEADLINE.saturating_mul(3),
+    wait: DEADLINE.saturating_mul(4),
     quiet: DEADLINE.saturating_mul(10),
 };
 
