@@ -130,7 +130,7 @@ impl OpenDataset {
                 Ok(Err(error)) => error.into(),
                 Err(error) => error.into(),
             };
-        tracing::warn!(dataset = %self.spec, %error, "the identity of the snapshot is unknown; its row groups are not shared");
+        tracing::warn!(dataset = %self.spec, %error, "row groups are not shared: the snapshot has no identity");
         self
     }
 

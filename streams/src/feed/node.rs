@@ -44,7 +44,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::feed::cache::memory_bytes;
 use crate::feed::error::Result;
 use line::{Kind, Line, Listener, nonsense, within};
-use memory::Mappings;
+use memory::{Held, Mappings};
 use shelf::Shelf;
 
 /// Size from which a row group is shared: each takes a mapping, of which the kernel allows 65,530 in a process.
@@ -174,8 +174,9 @@ impl NodeCache {
             if has_failed || !self.may_ask(wanted) {
                 break (None, permit);
             }
+            let Some(held) = self.mappings.hold() else { break (None, permit) };
             match self.ask(wanted.group, has_waited).await {
-                Ok(Reply::Hit(file)) => match self.open(file, wanted.rows).await {
+                Ok(Reply::Hit(file)) => match self.open(file, held, wanted.rows).await {
                     Ok(batch) => {
                         *self.quiet.lock() = Quiet::default();
                         self.note_size(wanted, &batch);
@@ -186,10 +187,10 @@ impl NodeCache {
                         break (None, permit);
                     }
                 },
-                Ok(Reply::Decode(claim)) => break (Some(claim), permit),
+                Ok(Reply::Decode(claim)) => break (Some((claim, held)), permit),
                 Ok(Reply::Alone) => break (None, permit),
                 Ok(Reply::Wait(line)) => {
-                    drop(permit);
+                    drop((permit, held));
                     if let Err(error) = self.wait(&line, wanted.group).await {
                         self.be_quiet(wanted.group, &error);
                         has_failed = true;
@@ -205,7 +206,7 @@ impl NodeCache {
         let batch = decode.await?;
         let bytes = self.note_size(wanted, &batch);
         let shared = match claim {
-            Some(claim) if bytes >= BYTES_MIN => self.put(&claim, wanted.group, batch).await,
+            Some((claim, held)) if bytes >= BYTES_MIN => self.put(&claim, held, wanted.group, batch).await,
             _ => batch,
         };
         drop(permit);
@@ -218,7 +219,6 @@ impl NodeCache {
         let bytes = self.sizes.lock().predict(wanted.bytes);
         !is_quiet
             && (BYTES_MIN..=self.shelf.bytes_max()).contains(&bytes)
-            && self.mappings.has_room()
             && !matches!(*self.server.lock(), Server::Paused)
     }
 
@@ -310,11 +310,11 @@ impl NodeCache {
     }
 
     /// The batch in a file of another process.
-    async fn open(&self, file: OwnedFd, rows: usize) -> io::Result<RecordBatch> {
-        let (schema, mappings) = (Arc::clone(&self.schema), Arc::clone(&self.mappings));
+    async fn open(&self, file: OwnedFd, held: Held, rows: usize) -> io::Result<RecordBatch> {
+        let schema = Arc::clone(&self.schema);
         let sizes = BYTES_MIN..=self.shelf.bytes_max();
         let opening = move || {
-            let bytes = memory::map(&file, &sizes, &mappings)?;
+            let bytes = memory::map(&file, &sizes, held)?;
             memory::decode(&bytes, &schema, rows).map_err(|error| nonsense(&error.to_string()))
         };
         // Arrow panics on some malformed input.
@@ -322,15 +322,15 @@ impl NodeCache {
     }
 
     /// Hands a decoded row group to the server. Returns it over the shared memory, or as it is.
-    async fn put(&self, claim: &Line, group: u32, batch: RecordBatch) -> RecordBatch {
-        let (schema, mappings, kept) = (Arc::clone(&self.schema), Arc::clone(&self.mappings), batch.clone());
+    async fn put(&self, claim: &Line, held: Held, group: u32, batch: RecordBatch) -> RecordBatch {
+        let (schema, kept) = (Arc::clone(&self.schema), batch.clone());
         let sizes = BYTES_MIN..=self.shelf.bytes_max();
         let encoding = move || -> io::Result<_> {
             let file = memory::encode(&batch)?;
             if !sizes.contains(&memory::size(&file)?) {
                 return Ok(None);
             }
-            let bytes = memory::map(&file, &sizes, &mappings)?;
+            let bytes = memory::map(&file, &sizes, held)?;
             let shared = memory::decode(&bytes, &schema, batch.num_rows()).map_err(io::Error::other)?;
             Ok(Some((file, shared)))
         };

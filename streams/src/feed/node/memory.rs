@@ -58,8 +58,8 @@ pub(super) struct Mappings {
     max: usize,
 }
 
-/// One of the mappings.
-struct Held(Arc<Mappings>);
+/// One of the mappings, or the right to make it.
+pub(super) struct Held(Arc<Mappings>);
 
 impl Mappings {
     pub(super) fn new(max: usize) -> Arc<Self> {
@@ -72,11 +72,8 @@ impl Mappings {
         Arc::clone(&ALL)
     }
 
-    pub(super) fn has_room(&self) -> bool {
-        self.held.load(Ordering::Acquire) < self.max
-    }
-
-    fn hold(self: &Arc<Self>) -> Option<Held> {
+    /// The right to make one more mapping, if there are fewer than the limit.
+    pub(super) fn hold(self: &Arc<Self>) -> Option<Held> {
         let add = |held| (held < self.max).then_some(held + 1);
         self.held.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
         Some(Held(Arc::clone(self)))
@@ -156,13 +153,8 @@ pub(super) fn check(file: &OwnedFd, sizes: &RangeInclusive<u64>) -> io::Result<u
 }
 
 /// Maps a file after [`check`].
-pub(super) fn map(
-    file: &OwnedFd,
-    sizes: &RangeInclusive<u64>,
-    mappings: &Arc<Mappings>,
-) -> io::Result<Buffer> {
+pub(super) fn map(file: &OwnedFd, sizes: &RangeInclusive<u64>, held: Held) -> io::Result<Buffer> {
     let bytes = usize::try_from(check(file, sizes)?).map_err(io::Error::other)?;
-    let held = mappings.hold().ok_or_else(|| io::Error::other("all mappings are in use"))?;
     // A private mapping: before Linux 6.7 the seal against writing also refuses shared ones that only read.
     // SAFETY: a new mapping at an address of the kernel's choice.
     let start = unsafe {

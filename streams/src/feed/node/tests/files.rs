@@ -17,7 +17,7 @@ const FEW: usize = 100;
 const SIZES: RangeInclusive<u64> = 1..=1 << 20;
 
 fn map(file: &OwnedFd) -> io::Result<Buffer> {
-    memory::map(file, &SIZES, &Mappings::new(1))
+    memory::map(file, &SIZES, Mappings::new(1).hold().unwrap())
 }
 
 /// A memory file with some bytes and seals.
@@ -46,14 +46,17 @@ fn files_of_other_sizes_and_with_holes_are_refused() {
     let sealed = memory::encode(&rows(0, FEW)).unwrap();
     let size = memory::size(&sealed).unwrap();
     let mappings = Mappings::new(1);
-    assert!(memory::map(&sealed, &(size..=size), &mappings).is_ok());
-    assert!(memory::map(&sealed, &(1..=size - 1), &mappings).is_err(), "too large");
-    assert!(memory::map(&sealed, &(size + 1..=1 << 20), &mappings).is_err(), "too small");
+    let map = |file: &OwnedFd, sizes| memory::map(file, &sizes, mappings.hold().unwrap());
+    let mapped = map(&sealed, size..=size).unwrap();
+    assert!(mappings.hold().is_none());
+    drop(mapped);
+    assert!(map(&sealed, 1..=size - 1).is_err(), "too large");
+    assert!(map(&sealed, size + 1..=1 << 20).is_err(), "too small");
     let holes = memfd_create("holes", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     nix::unistd::ftruncate(&holes, 1 << 19).unwrap();
     let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE;
     fcntl(&holes, FcntlArg::F_ADD_SEALS(seals | SealFlag::F_SEAL_SEAL)).unwrap();
-    let error = memory::map(&holes, &SIZES, &mappings).unwrap_err();
+    let error = map(&holes, SIZES).unwrap_err();
     assert!(error.to_string().contains("holes"), "{error}");
     assert_eq!(mappings.held(), 0);
 }
