@@ -204,7 +204,8 @@ fn restored<'a>(
         (keys::ROSTER.to_vec(), own.to_be_bytes().to_vec()),
         (keys::session(own), session::row()),
     ];
-    let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
+    // From here on, the history of this metadata is another one than that of the backup: it draws its own number.
+    let left_out = [keys::STORE, keys::ROSTER, keys::BATCH, keys::NUMBER].map(<[u8]>::to_vec);
     // Sessions in the backup may be alive elsewhere: this home must not collect their objects.
     let prefixes = [
         keys::holds(),

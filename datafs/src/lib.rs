@@ -79,6 +79,7 @@ mod publish;
 mod random;
 mod session;
 mod slice;
+mod snapshot_id;
 #[cfg(test)]
 mod store_tests;
 mod store_view;
@@ -108,6 +109,7 @@ pub use name::{Name, VolumeSpec};
 pub use node::{Attr, FileKind, Node};
 pub use object::Compression;
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
+pub use snapshot_id::SnapshotId;
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
 pub use upkeep::UpkeepReport;
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat};

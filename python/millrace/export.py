@@ -338,7 +338,8 @@ def _origin(
     lineage: dict[str, Any] = {"code_version": code}
     if feed is not None:
         place = feed.state_dict()["rows"]
-        arguments = {key: value for key, value in feed._arguments.items() if key not in ("rank", "world", "format", "home")}
+        others = ("rank", "world", "format", "share_cache", "home")
+        arguments = {key: value for key, value in feed._arguments.items() if key not in others}
         # A format may stand in front of a volume.
         place_of, found, rest = feed.dataset.partition(":/") if feed._until is None else ("", "", "")
         volume, _, snapshot = place_of.rpartition(":")[2].partition("@")

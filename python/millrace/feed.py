@@ -134,6 +134,12 @@ class Feed:
         of one. On a GPU, a slot is filled again behind the work that the stream of its batch had queued when the batch was
         freed. If another stream uses the batch, let that one wait for the first before it reads, and the first for it before
         the batch is freed: ``record_stream`` does not know the ring.
+    :param share_cache: whether to share decoded row groups with the other processes of this user on this machine that pass
+        ``True``, too, and read the same snapshot, order and columns: each row group is decoded once. It pays where they read
+        the same row groups, as several ranks, or several workers of a ``DataLoader``, over one snapshot do. It costs time
+        where each process reads row groups of its own. One process serves the others, and holds up to the limit of its own
+        cache for them in addition; row groups that several processes hold take their memory once. A process whose peers die or fail
+        decodes on its own. Row groups of less than 256 KiB are not shared, nor those of a live volume or a topic.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -162,6 +168,7 @@ class Feed:
         tokens: Tokens | None = None,
         buckets: Mapping[str, Sequence[int]] | None = None,
         device: Any = None,
+        share_cache: bool = False,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(dataset, (str, Mixture)):
@@ -202,6 +209,7 @@ class Feed:
             keys=keys,
             tokens=_tokens(tokens),
             buckets=next(iter(bounds.items()), None),
+            share_cache=_flag("share_cache", share_cache),
         )
         self._arguments = {
             "batch_rows": batch_rows,
@@ -222,6 +230,7 @@ class Feed:
             "tokens": tokens,
             "buckets": bounds or None,
             "device": device,
+            "share_cache": share_cache,
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
@@ -515,6 +524,12 @@ def _epoch_rows(value: Any) -> str:
     text = _decimal("rows_per_epoch", value, "a number of rows, or a fraction of them such as 0.1")
     is_fraction = isinstance(value, (float, Decimal)) and "." not in text
     return f"{text}.0" if is_fraction else text
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it must be True or False")
+    return value
 
 
 def _is_place(rows: Any) -> bool:

@@ -161,7 +161,8 @@ class FeedDataset(IterableDataset):
 
     The batches and their order are the same for every ``num_workers``. Of ``n`` workers, worker ``w`` reads batches
     ``w``, ``w + n``, ``w + 2n`` and so on, and the loader takes from the workers in turn. Each worker decodes the
-    row groups that its batches touch, so several workers decode most of them several times. The feed decodes on
+    row groups that its batches touch, so several workers decode most of them several times, unless
+    ``share_cache=True`` makes them share: see :class:`millrace.Feed`. The feed decodes on
     threads of its own: use workers for transformations in Python, and ``num_workers=0`` without any.
 
     The first loop starts from the position of this object, and each further one begins the epochs that follow, with any

@@ -2,8 +2,9 @@
 //!
 //! Threads do not survive a fork, and locks that they held stay held. SQLite takes the locks of a parent for those of
 //! the child. Before Python forks, `before_fork` therefore waits for running calls and closes everything, until the
-//! metadata files are closed; both processes open it again at their next call. Files that are being written cannot be closed: while there are any, the
-//! parent keeps everything open. A child that inherits something open, also by a fork that Python does not know of,
+//! metadata files are closed; both processes open it again at their next call. Files that are being written cannot be
+//! closed: while there are any, the parent keeps everything open but the servers of shared row groups, whose sockets the
+//! child would inherit. A child that inherits something open, also by a fork that Python does not know of,
 //! finds out by its process id. It is refused every call, and never touches what it inherited.
 //!
 //! Calls use the engine through [`with`], which leaves the interpreter: a call that waited for the interpreter while
@@ -155,8 +156,10 @@ pub(crate) fn before_fork(py: Python<'_>) {
     py.detach(|| {
         let process = process();
         let mut engine = process.engine.write().unwrap_or_else(PoisonError::into_inner);
-        if engine.as_ref().is_none_or(|engine| engine.writers.is_empty()) {
-            process.close(&mut engine);
+        match &*engine {
+            Some(open) if !open.writers.is_empty() => open.pause_serving(),
+            // Also waits for what an earlier close has left open.
+            _ => process.close(&mut engine),
         }
         FORKING.set(Some(engine));
     });
@@ -165,7 +168,11 @@ pub(crate) fn before_fork(py: Python<'_>) {
 /// Lets calls of the parent go on.
 #[pyfunction]
 pub(crate) fn after_fork_in_parent() {
-    FORKING.set(None);
+    if let Some(engine) = FORKING.take()
+        && let Some(engine) = &*engine
+    {
+        engine.resume_serving();
+    }
 }
 
 /// Forgets the parent's lock: other threads that waited for it are not here.
@@ -242,6 +249,19 @@ impl Engine {
         Ok((volumes, streams))
     }
 
+    /// Ends the servers of shared row groups. No call runs meanwhile.
+    fn pause_serving(&self) {
+        for reading in self.readings.all() {
+            self.block_on(lock(&reading).feed().pause_serving());
+        }
+    }
+
+    fn resume_serving(&self) {
+        for reading in self.readings.all() {
+            lock(&reading).feed().resume_serving();
+        }
+    }
+
     /// Runs a future on the calling thread; what it spawns runs on the threads of the engine.
     pub(crate) fn block_on<F: Future>(&self, future: F) -> Option<F::Output> {
         self.runtime.as_ref().map(|runtime| runtime.block_on(future))
@@ -279,6 +299,10 @@ impl<T> Table<T> {
 
     pub(crate) fn take(&self, number: u64) -> Option<Arc<T>> {
         lock(&self.0).remove(&number)
+    }
+
+    fn all(&self) -> Vec<Arc<T>> {
+        lock(&self.0).values().cloned().collect()
     }
 
     fn is_empty(&self) -> bool {

@@ -85,6 +85,8 @@ struct Recipe {
     device: Option<String>,
     /// The order in which another feed has counted, once its state was loaded.
     order: Option<PlanId>,
+    /// Whether row groups of snapshots are shared with other processes of this machine.
+    share_cache: bool,
 }
 
 /// Reads batches in one order. Holds no position: the caller does.
@@ -108,7 +110,7 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         datasets, *, until, batch_rows, rows_per_epoch, seed, rank, world, columns, filter, splits, split, split_by,
-        format, device, home, images, keys, tokens, buckets
+        format, device, home, images, keys, tokens, buckets, share_cache
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -132,6 +134,7 @@ impl Reader {
         keys: Option<String>,
         tokens: Option<&str>,
         buckets: Option<(String, Vec<u32>)>,
+        share_cache: bool,
     ) -> PyResult<Reader> {
         engine::with(py, |engine| {
             let format: Format = format.parse()?;
@@ -150,7 +153,7 @@ impl Reader {
                 until: until.map(str::parse).transpose()?,
             };
             let home = engine::locate(home)?;
-            let recipe = Recipe { home, sources, options, reading, device, order: None };
+            let recipe = Recipe { home, sources, options, reading, device, order: None, share_cache };
             Reader::open(engine, recipe, shard, format, epoch_rows)
         })
     }
@@ -479,6 +482,13 @@ impl Reader {
     }
 }
 
+impl Reading {
+    /// The feed.
+    pub(crate) fn feed(&self) -> &AnyFeed {
+        &self.feed
+    }
+}
+
 impl Batches {
     async fn next(&mut self) -> Option<millrace_streams::feed::Result<Delivered>> {
         match self {
@@ -523,7 +533,8 @@ impl Recipe {
         let opened = engine.block_on(async {
             let mut datasets = Vec::with_capacity(self.sources.datasets.len());
             for (spec, weight) in &self.sources.datasets {
-                datasets.push((spec.open(&volumes, kafka.as_ref()).await?, *weight));
+                let dataset = spec.open(&volumes, kafka.as_ref()).await?;
+                datasets.push((if self.share_cache { dataset.shared().await } else { dataset }, *weight));
             }
             let specs = datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight));
             let sources = Sources { datasets: specs.collect(), until: self.sources.until };

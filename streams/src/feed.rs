@@ -8,6 +8,7 @@
 //! - [`ImageOptions`]: the transform of a column of images into tensors.
 //! - [`TokenOptions`]: the packing of a column of tokens into sequences of one length.
 //! - [`BucketOptions`]: batches of rows with lists of like length.
+//! - [`crate::dataset::OpenDataset::shared`]: decoded row groups that the processes of a node share.
 //! - [`Epochs`]: epochs of all rows or of a part of them. [`Mixture`]: several datasets by weight, in one order.
 //!
 //! The feed interprets no rows beyond that, and stores no progress. Rows are selected by the plan ([`Selection`]).
@@ -56,6 +57,7 @@ mod image;
 mod ipc;
 pub mod metrics;
 mod mixture;
+mod node;
 mod order;
 mod patience;
 mod permutation;

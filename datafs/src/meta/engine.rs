@@ -88,6 +88,15 @@ pub(crate) trait WriteTxn: ReadTxn {
     fn as_read(&mut self) -> &mut dyn ReadTxn;
 }
 
+/// A file, whatever its path.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct FileIdentity {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    /// The time of its creation since 1970: a later file can have the same inode number. 0 where the file system keeps none.
+    pub(crate) created: Duration,
+}
+
 /// A metadata engine. The threads of a process share the engine; processes share its file or server.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Runs `body` in a read transaction that sees everything that was committed before the call.
@@ -140,6 +149,11 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
         let _ = sessions;
         Ok(None)
+    }
+
+    /// What distinguishes the file of the metadata from its copies; all 0 where a server has the metadata.
+    fn file_identity(&self) -> Result<FileIdentity> {
+        Ok(FileIdentity::default())
     }
 
     /// Calls `listener` soon after another process has committed records of volumes, where the engine gets

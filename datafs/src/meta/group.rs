@@ -32,7 +32,7 @@ use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::{self, Checkpoints};
 use super::closing::Closing;
 use super::committer;
-use super::engine::{Durability, Engine, Order, Pairs, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, FileIdentity, Order, Pairs, ReadTxn, WriteTxn};
 use super::group_state::{Batch, State};
 use super::keys;
 use super::overlay::{Changes, View, Write};
@@ -314,6 +314,11 @@ impl Group {
     /// See [`Sqlite::closing`].
     pub(crate) fn closing(&self) -> Closing {
         self.shared.engine.closing()
+    }
+
+    /// See [`Engine::file_identity`].
+    pub(crate) fn file_identity(&self) -> Result<FileIdentity> {
+        self.shared.engine.file_identity()
     }
 
     /// The reserved space.

@@ -21,6 +21,8 @@ pub(crate) const ROSTER: &[u8] = b"mroster";
 pub(crate) const ROUND: &[u8] = b"mround";
 /// The object store that the metadata belongs to.
 pub(crate) const STORE: &[u8] = b"mstore";
+/// The random number of the metadata, drawn when it is first asked for.
+pub(crate) const NUMBER: &[u8] = b"mnumber";
 /// The process that does the background work.
 pub(crate) const ELECTED: &[u8] = b"melected";
 /// The position of the background work in the store.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
 use super::closing::Closing;
-use super::engine::{Durability, Engine, Order, Outcome, Pair, Pairs, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, FileIdentity, Order, Outcome, Pair, Pairs, ReadTxn, WriteTxn};
 use super::group::Group;
 use super::keys;
 use super::sqlite::Sqlite;
@@ -234,6 +234,14 @@ impl Metadata {
         match &self.0 {
             Kind::Direct(engine) => engine.sessions_alive(sessions),
             Kind::Group(_) => Ok(None),
+        }
+    }
+
+    /// See [`Engine::file_identity`].
+    pub(crate) fn file_identity(&self) -> Result<FileIdentity> {
+        match &self.0 {
+            Kind::Direct(engine) => engine.file_identity(),
+            Kind::Group(group) => group.file_identity(),
         }
     }
 

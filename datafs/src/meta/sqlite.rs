@@ -14,7 +14,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use millrace_leaf::error_chain;
 use millrace_leaf::private;
@@ -27,7 +27,7 @@ use self::fault::{is_busy, translate};
 use super::change_log;
 use super::closing::{Closing, Open};
 use super::codec::Decoder;
-use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, FileIdentity, Order, Pair, ReadTxn, WriteTxn};
 use super::file_space::{FileSpace, free_bytes};
 use super::keys;
 use super::reserve::{self, allocate_open};
@@ -497,6 +497,14 @@ impl Engine for Sqlite {
             Err(Error::NoSpace { .. }) => self.sync_log(),
             other => other,
         }
+    }
+
+    fn file_identity(&self) -> Result<FileIdentity> {
+        let look = |e| Error::io("look at metadata file", self.path.as_path(), e);
+        let created = self.handle.metadata().map_err(look)?.created().ok();
+        let created = created.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let (device, inode) = self.file;
+        Ok(FileIdentity { device, inode, created: created.unwrap_or_default() })
     }
 
     /// A commit is visible to every process when it returns.

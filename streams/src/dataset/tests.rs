@@ -4,6 +4,7 @@ use arrow::array::{Array, ArrayRef, Int64Array, ListArray, StringArray};
 use arrow::datatypes::{DataType, Field, Int32Type};
 
 use super::*;
+use crate::feed::PlanOptions;
 
 fn schema(fields: &[(&str, DataType, bool)]) -> Schema {
     Schema::new(fields.iter().map(|(n, t, null)| Field::new(*n, t.clone(), *null)).collect::<Vec<_>>())
@@ -90,4 +91,32 @@ fn two_columns_of_one_name_are_refused() {
     assert_eq!((read.fields().len(), conflicts.len()), (1, 1));
     let error = conflicts[0].error().to_string();
     assert!(error.contains("a/twice.parquet has two columns \"x\""), "{error}");
+}
+
+#[tokio::test]
+async fn only_plans_of_shared_snapshots_share_row_groups() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = millrace_datafs::Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let volume = "digits".parse().unwrap();
+    datafs.volume_create(&volume).unwrap();
+    let live = datafs.view(&"digits".parse().unwrap()).unwrap();
+    live.write_file("train/0.jsonl", b"{\"x\": 1}\n").unwrap();
+    datafs.snapshot_create(&volume, &"v1".parse().unwrap()).unwrap();
+    let content = async |spec: &str, is_shared: bool| {
+        let opened = spec.parse::<DatasetSpec>().unwrap().open(&datafs).await.unwrap();
+        let opened = if is_shared { opened.shared().await } else { opened };
+        let options = PlanOptions { batch_rows: 1, ..PlanOptions::default() };
+        opened.plan(&options).await.unwrap().content().copied()
+    };
+    let first = content("digits@v1:/train", true).await;
+    assert!(first.is_some());
+    assert_eq!(content("digits@latest:/train", true).await, first);
+    assert_eq!(content("digits@v1:/train", false).await, None);
+    assert_eq!(content("digits:/train", true).await, None, "a live volume changes");
+    // Another file of the same size, under the same names.
+    datafs.snapshot_delete(&volume, &"v1".parse().unwrap()).unwrap();
+    live.write_file("train/0.jsonl", b"{\"x\": 2}\n").unwrap();
+    datafs.snapshot_create(&volume, &"v1".parse().unwrap()).unwrap();
+    let second = content("digits@v1:/train", true).await;
+    assert!(second.is_some() && second != first);
 }

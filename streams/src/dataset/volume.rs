@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, Publish, VolumeSpec};
+use millrace_datafs::{Datafs, Publish, SnapshotId, View, VolumeSpec};
 use object_store::ObjectStore;
 use object_store::path::Path;
 
@@ -27,6 +27,10 @@ pub struct OpenDataset {
     identity: String,
     store: Arc<dyn ObjectStore>,
     cache: Option<Arc<dyn DatasetCache>>,
+    /// The view of a snapshot; none of a live volume or a topic, whose content changes.
+    snapshot: Option<View>,
+    /// The identity of the snapshot, if processes of this node share its decoded row groups.
+    shared: Option<SnapshotId>,
 }
 
 impl DatasetSpec {
@@ -67,7 +71,7 @@ impl DatasetSpec {
             let identity = identity(&datafs, &spec.source)?;
             if spec.source.snapshot.is_none() {
                 let store = Arc::new(PinnedStore::new(store));
-                return Ok(OpenDataset::of_volume(spec, identity, store, None));
+                return Ok(OpenDataset::of_volume(spec, identity, store));
             }
             if let Err(error) = forget_keys(&datafs, &spec.source) {
                 tracing::warn!(volume = %spec.source.volume, %error, "cannot remove old dataset descriptions from the volume");
@@ -76,10 +80,14 @@ impl DatasetSpec {
             let cache = SharedCache::new(home, view.clone());
             // Links cannot leave a volume.
             let store = match folder.filter(|folder| !folder.as_ref().is_empty()) {
-                Some(folder) => Arc::new(ConfinedStore::new(store, view, folder)),
+                Some(folder) => Arc::new(ConfinedStore::new(store, view.clone(), folder)),
                 None => store,
             };
-            Ok(OpenDataset::of_volume(spec, identity, store, Some(Arc::new(cache))))
+            Ok(OpenDataset {
+                cache: Some(Arc::new(cache)),
+                snapshot: Some(view),
+                ..OpenDataset::of_volume(spec, identity, store)
+            })
         });
         let stopped = |_| FeedError::Stopped { file: self.to_string() };
         let failed = |source| FeedError::Volume { spec: self.to_string(), source: Arc::new(source) };
@@ -88,14 +96,10 @@ impl DatasetSpec {
 }
 
 impl OpenDataset {
-    fn of_volume(
-        spec: DatasetSpec,
-        identity: String,
-        store: Arc<dyn ObjectStore>,
-        cache: Option<Arc<dyn DatasetCache>>,
-    ) -> Self {
+    fn of_volume(spec: DatasetSpec, identity: String, store: Arc<dyn ObjectStore>) -> Self {
         let files = (spec.path.clone(), spec.format);
-        Self { spec: spec.into(), files, topic: None, identity, store, cache }
+        let spec = spec.into();
+        Self { spec, files, topic: None, identity, store, cache: None, snapshot: None, shared: None }
     }
 
     pub(crate) fn of_topic(open: OpenTopic) -> Self {
@@ -107,7 +111,29 @@ impl OpenDataset {
             store: open.store(),
             cache: open.cache().cloned(),
             topic: Some(open),
+            snapshot: None,
+            shared: None,
         }
+    }
+
+    /// This dataset, whose plans make feeds that share decoded row groups: those of the processes of one user on one
+    /// machine, which read the same row groups and columns of the same snapshot, decode each row group once.
+    ///
+    /// Only a snapshot is shared: a live volume and a topic stay as they are. One of the processes serves the others, and
+    /// holds up to [`crate::feed::FeedOptions::cache_bytes_max`] more bytes for them.
+    pub async fn shared(mut self) -> Self {
+        let Some(view) = self.snapshot.clone() else { return self };
+        let error: Box<dyn std::error::Error> =
+            match tokio::task::spawn_blocking(move || view.snapshot_id()).await {
+                Ok(Ok(id)) => {
+                    self.shared = id;
+                    return self;
+                }
+                Ok(Err(error)) => error.into(),
+                Err(error) => error.into(),
+            };
+        tracing::warn!(dataset = %self.spec, %error, "row groups are not shared: the snapshot has no identity");
+        self
     }
 
     /// The specification that was opened: the newest snapshot has its name, and a topic its offsets.
@@ -143,7 +169,11 @@ impl OpenDataset {
         match &self.cache {
             Some(cache) => {
                 let cache = Arc::clone(cache);
-                Plan::build_cached(&self.store, &self.files.0, &options, cache).await
+                let (plan, listing) = Plan::build_listed(&self.store, &self.files.0, &options, cache).await?;
+                Ok(match &self.shared {
+                    Some(snapshot) => plan.sharing(snapshot, &listing),
+                    None => plan,
+                })
             }
             None => Plan::build(&self.store, &self.files.0, &options).await,
         }

@@ -66,6 +66,23 @@ impl AnyFeed {
         }
     }
 
+    /// Ends the servers of shared row groups that this process runs for the feed, until [`AnyFeed::resume_serving`]: before
+    /// a fork, whose child would inherit their sockets.
+    pub async fn pause_serving(&self) {
+        match self {
+            Self::Dataset(feed) => feed.pause_serving().await,
+            Self::Mixture(feed) => feed.pause_serving().await,
+        }
+    }
+
+    /// Lets this process serve shared row groups again.
+    pub fn resume_serving(&self) {
+        match self {
+            Self::Dataset(feed) => feed.resume_serving(),
+            Self::Mixture(feed) => feed.resume_serving(),
+        }
+    }
+
     /// Rows of a global batch.
     pub fn batch_rows(&self) -> usize {
         match self {

@@ -20,6 +20,7 @@ use crate::feed::gather::{GatherError, gather_guarded};
 use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions};
 use crate::feed::metrics;
+use crate::feed::node::{NodeCache, Scope, Wanted};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::patience::Patience;
 use crate::feed::pick::{Picker, Picks};
@@ -118,6 +119,8 @@ struct Inner {
     has_keys: bool,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
+    /// The cache of the processes of this node.
+    node: Option<Arc<NodeCache>>,
     picker: Picker,
     /// The places of rows in buckets.
     places: Option<PlaceMap>,
@@ -234,6 +237,7 @@ impl Feed {
             None => bytes / plan.dataset().rows(),
         };
         let reader = GroupReader::new(store, Arc::clone(&plan), schema, concurrency, decoded_max);
+        let node = Scope::of(&plan, reader.schema()).and_then(|scope| NodeCache::new(&scope, bytes_max));
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes,
@@ -242,6 +246,7 @@ impl Feed {
                 has_keys: options.key_column.is_some(),
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
+                node,
                 picker: Picker::new(Arc::clone(&plan)),
                 places: plan.buckets().map(|buckets| PlaceMap::new(&plan, buckets)),
                 prefetched: Mutex::default(),
@@ -262,6 +267,20 @@ impl Feed {
     /// sequences; and the keys.
     pub fn schema(&self) -> &SchemaRef {
         &self.inner.schema
+    }
+
+    /// Ends the server of shared row groups, if this process is it, until [`Feed::resume_serving`].
+    pub async fn pause_serving(&self) {
+        if let Some(node) = &self.inner.node {
+            node.pause_serving().await;
+        }
+    }
+
+    /// Lets this process serve shared row groups again.
+    pub fn resume_serving(&self) {
+        if let Some(node) = &self.inner.node {
+            node.resume_serving();
+        }
     }
 
     /// What the streams know of an outage of brokers.
@@ -509,13 +528,21 @@ pub(crate) async fn pack_sequences(
 impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
         let (reader, packer) = (Arc::clone(&self.reader), self.form.packer().cloned());
+        let node = self.node.clone();
+        let bytes = self.plan.group_bytes(group);
         let decoding = async move {
-            let batch = reader.read(group).await?;
+            let batch = match node {
+                None => reader.read(group).await?,
+                Some(node) => {
+                    let wanted = Wanted { group, rows: reader.rows_of(group), bytes };
+                    node.read(&wanted, reader.permits(), reader.decode(group)).await?
+                }
+            };
             let Some(packer) = packer else { return Ok(batch) };
             let preparing = tokio::task::spawn_blocking(move || packer.prepare(group, &batch));
             preparing.await.map_err(|_| FeedError::Stopped { file: reader.path_of(group).to_owned() })?
         };
-        (self.plan.group_bytes(group), decoding)
+        (bytes, decoding)
     }
 
     /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images and sequences.

@@ -6,7 +6,8 @@ mod tests;
 use std::future::Future;
 use std::sync::Arc;
 
-use arrow::array::RecordBatch;
+use arrow::array::{Array as _, ArrayData, RecordBatch};
+use arrow::buffer::Buffer;
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use parking_lot::Mutex;
@@ -176,7 +177,7 @@ impl GroupCache {
                 }
             }
             Ok(batch) => {
-                let bytes = batch.get_array_memory_size() as u64;
+                let bytes = memory_bytes(batch);
                 let Some(entry) = table.entries.get_mut(&group) else {
                     return;
                 };
@@ -192,6 +193,26 @@ impl GroupCache {
             }
         }
     }
+}
+
+/// Memory of a batch. An allocation of which several buffers are parts counts once.
+pub(crate) fn memory_bytes(batch: &RecordBatch) -> u64 {
+    let mut buffers = Vec::new();
+    for column in batch.columns() {
+        add_buffers(&column.to_data(), &mut buffers);
+    }
+    buffers.sort_unstable();
+    let again = buffers.windows(2).filter(|pair| pair[0].0 == pair[1].0);
+    let again: usize = again.map(|pair| pair[1].1).sum();
+    batch.get_array_memory_size().saturating_sub(again) as u64
+}
+
+/// Adds the address and the size of the allocation of each buffer.
+fn add_buffers(data: &ArrayData, into: &mut Vec<(usize, usize)>) {
+    let valid = data.nulls().map(|nulls| nulls.buffer());
+    let buffers = data.buffers().iter().chain(valid);
+    into.extend(buffers.map(|buffer: &Buffer| (buffer.data_ptr().as_ptr().addr(), buffer.capacity())));
+    data.child_data().iter().for_each(|child| add_buffers(child, into));
 }
 
 impl Table {

@@ -18,8 +18,10 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use arrow::array::BooleanArray;
+use millrace_datafs::SnapshotId;
 use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::dataset::{CachedBuckets, CachedRows, CachedTokens, DataFile, Dataset, DatasetCache, FileFormat};
 use crate::feed::buckets::{self, BucketOptions, Buckets};
@@ -174,6 +176,8 @@ pub struct Plan {
     working_set_bytes: u64,
     /// Hash of the rows without their order, once it was asked for.
     rows_id: OnceLock<PlanId>,
+    /// Digest of the snapshot and of its listed files, if processes of a node share decoded row groups.
+    content: Option<[u8; 32]>,
 }
 
 impl Plan {
@@ -212,9 +216,30 @@ impl Plan {
         options: &PlanOptions,
         cache: Arc<dyn DatasetCache>,
     ) -> Result<Self> {
+        Ok(Self::build_listed(store, path, options, cache).await?.0)
+    }
+
+    /// As [`Plan::build_cached`], with the digest of the listing of the files.
+    pub(crate) async fn build_listed(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        options: &PlanOptions,
+        cache: Arc<dyn DatasetCache>,
+    ) -> Result<(Self, String)> {
         options.check()?;
         let (dataset, listing) =
             Dataset::read_listed(store, path, options.format, Arc::clone(&cache)).await?;
+        let plan = Self::of_listed(store, dataset, listing.clone(), options, cache).await?;
+        Ok((plan, listing))
+    }
+
+    async fn of_listed(
+        store: &Arc<dyn ObjectStore>,
+        dataset: Dataset,
+        listing: String,
+        options: &PlanOptions,
+        cache: Arc<dyn DatasetCache>,
+    ) -> Result<Self> {
         let rows = match &options.selection {
             None => None,
             Some(selection) => match CachedRows::lookup(&cache, &dataset, &listing, selection).await {
@@ -265,6 +290,19 @@ impl Plan {
             ));
         }
         Self::with_rows(dataset, options, None)
+    }
+
+    /// The same plan, whose decoded row groups the processes of a node share: those of this snapshot with these files.
+    pub(crate) fn sharing(self, snapshot: &SnapshotId, listing: &str) -> Self {
+        let mut digest = Sha256::new();
+        digest.update(snapshot.as_bytes());
+        digest.update(listing);
+        Self { content: Some(digest.finalize().into()), ..self }
+    }
+
+    /// Digest of the content, if processes of a node share decoded row groups.
+    pub(crate) fn content(&self) -> Option<&[u8; 32]> {
+        self.content.as_ref()
     }
 
     /// The plan of the sequences of this plan's rows, whose units of reading have these tokens.
@@ -375,6 +413,7 @@ impl Plan {
             bases,
             working_set_bytes,
             rows_id: OnceLock::new(),
+            content: None,
         }
     }
 

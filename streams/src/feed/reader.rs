@@ -81,15 +81,37 @@ impl GroupReader {
         &self.plan.group_file(group).path
     }
 
+    /// The columns of the row groups.
+    pub(crate) fn schema(&self) -> &SchemaRef {
+        &self.schema
+    }
+
+    /// Rows of a decoded row group: its selected ones.
+    pub(crate) fn rows_of(&self, group: u32) -> usize {
+        let rows = self.plan.group(group).rows as usize;
+        self.plan.mask_of(group).map_or(rows, |mask| mask.true_count())
+    }
+
     /// Reads and decodes one row group of the plan, or the part of it that the plan names: its selected rows.
     ///
     /// Holds one of the decoding permits, so memory in flight is at most that many row groups,
     /// each once encoded and once decoded.
     pub(crate) async fn read(&self, group: u32) -> Result<RecordBatch> {
+        let stopped = |_| FeedError::Stopped { file: self.path_of(group).to_owned() };
+        let _permit = self.permits.acquire().await.map_err(stopped)?;
+        self.decode(group).await
+    }
+
+    /// The decoding permits.
+    pub(crate) fn permits(&self) -> &Semaphore {
+        &self.permits
+    }
+
+    /// As [`GroupReader::read`], for a caller that holds a decoding permit.
+    pub(crate) async fn decode(&self, group: u32) -> Result<RecordBatch> {
         let address = self.plan.group(group);
         let file = self.plan.group_file(group);
         let stopped = || FeedError::Stopped { file: file.path.clone() };
-        let _permit = self.permits.acquire().await.map_err(|_| stopped())?;
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let index = address.index as usize;
         let (first, rows) = (address.first as usize, address.rows as usize);

@@ -102,6 +102,18 @@ impl MixtureFeed {
         Ok(Self { inner: Arc::new(inner) })
     }
 
+    /// Ends the servers of shared row groups, as [`Feed::pause_serving`].
+    pub async fn pause_serving(&self) {
+        for feed in &self.inner.feeds {
+            feed.pause_serving().await;
+        }
+    }
+
+    /// Lets this process serve shared row groups again.
+    pub fn resume_serving(&self) {
+        self.inner.feeds.iter().for_each(Feed::resume_serving);
+    }
+
     /// What the streams know of an outage of brokers.
     pub(crate) fn patience(&self) -> &Patience {
         &self.inner.patience

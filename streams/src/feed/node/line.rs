@@ -1,0 +1,168 @@
+//! Connections between the processes of a node: messages with at most one descriptor, and the check of the peer.
+//!
+//! A socket is shut down when it is dropped. A fork that Python does not know of copies descriptors into its child, and
+//! without the shutdown a socket would stay open for as long as that child lives.
+
+use std::future::Future;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::Path;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use nix::sys::socket::{Shutdown, shutdown};
+use nix::unistd::geteuid;
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+
+use super::memory::{self, MESSAGE_BYTES};
+
+/// The beginning of each message.
+const MAGIC: [u8; 4] = *b"mrf2";
+/// The id that the kernel shows for users without a number in this namespace, unless it tells another one.
+const OVERFLOW_UID: u32 = 65_534;
+
+/// The kinds of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum Kind {
+    /// Asks for a row group.
+    Get = 1,
+    /// Asks again, after another process's claim has ended.
+    GetAgain = 2,
+    /// The row group, with its file.
+    Hit = 3,
+    /// Another process decodes it.
+    Wait = 4,
+    /// That process is done; the receiver asks again.
+    Done = 5,
+    /// The receiver has the claim.
+    Decode = 6,
+    /// The receiver decodes it without a claim.
+    Alone = 7,
+    /// The decoded row group of a claim, with its file.
+    Put = 8,
+    /// The server keeps it.
+    Kept = 9,
+}
+
+impl Kind {
+    const ALL: [Kind; 9] = [
+        Kind::Get,
+        Kind::GetAgain,
+        Kind::Hit,
+        Kind::Wait,
+        Kind::Done,
+        Kind::Decode,
+        Kind::Alone,
+        Kind::Put,
+        Kind::Kept,
+    ];
+}
+
+/// A message.
+pub(super) struct Message {
+    pub(super) kind: Kind,
+    pub(super) group: u32,
+    pub(super) file: Option<OwnedFd>,
+}
+
+/// A connection.
+pub(super) struct Line(UnixStream);
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // Fails where the other end is gone.
+        shutdown(self.0.as_raw_fd(), Shutdown::Both).ok();
+    }
+}
+
+/// A bound socket.
+pub(super) struct Listener(UnixListener);
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        shutdown(self.0.as_raw_fd(), Shutdown::Both).ok();
+    }
+}
+
+impl Listener {
+    pub(super) fn bind(address: &Path) -> io::Result<Self> {
+        UnixListener::bind(address).map(Self)
+    }
+
+    pub(super) async fn accept(&self) -> io::Result<Line> {
+        Ok(Line(self.0.accept().await?.0))
+    }
+
+    #[cfg(test)]
+    pub(super) fn inherited(&self) -> nix::Result<OwnedFd> {
+        nix::unistd::dup(&self.0)
+    }
+}
+
+impl Line {
+    pub(super) async fn connect(address: &Path) -> io::Result<Self> {
+        UnixStream::connect(address).await.map(Self)
+    }
+
+    /// Refuses processes of other users: abstract addresses have no permissions.
+    pub(super) fn check_peer(&self) -> io::Result<()> {
+        if is_own_user(self.0.peer_cred()?.uid(), geteuid().as_raw(), overflow_uid()) {
+            return Ok(());
+        }
+        Err(nonsense("the process at the other end may be of another user"))
+    }
+
+    pub(super) async fn send(
+        &self,
+        limit: Duration,
+        kind: Kind,
+        group: u32,
+        file: Option<&OwnedFd>,
+    ) -> io::Result<()> {
+        let mut bytes = [0u8; MESSAGE_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&(kind as u32).to_le_bytes());
+        bytes[8..].copy_from_slice(&group.to_le_bytes());
+        let file = file.map(|file| file.as_raw_fd());
+        let send = || memory::send(self.0.as_raw_fd(), &bytes, file);
+        within(limit, self.0.async_io(Interest::WRITABLE, send)).await
+    }
+
+    pub(super) async fn receive(&self) -> io::Result<Message> {
+        let receiving = self.0.async_io(Interest::READABLE, || memory::receive(self.0.as_raw_fd()));
+        let (bytes, file) = receiving.await?;
+        let [m0, m1, m2, m3, k0, k1, k2, k3, g0, g1, g2, g3] = bytes;
+        let number = u32::from_le_bytes([k0, k1, k2, k3]);
+        let kind = Kind::ALL.into_iter().find(|kind| *kind as u32 == number);
+        let Some(kind) = kind.filter(|_| [m0, m1, m2, m3] == MAGIC) else {
+            return Err(nonsense("a message of another version"));
+        };
+        Ok(Message { kind, group: u32::from_le_bytes([g0, g1, g2, g3]), file })
+    }
+}
+
+/// Whether a peer is a process of this user. The overflow id stands for all users without a number in this namespace.
+pub(super) fn is_own_user(peer: u32, own: u32, overflow: u32) -> bool {
+    peer == own && peer != overflow
+}
+
+/// The id that the kernel shows for users without a number in this namespace.
+pub(super) fn overflow_uid() -> u32 {
+    static FOUND: LazyLock<u32> = LazyLock::new(|| {
+        let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
+        text.and_then(|text| text.trim().parse().ok()).unwrap_or(OVERFLOW_UID)
+    });
+    *FOUND
+}
+
+pub(super) fn nonsense(what: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what.to_owned())
+}
+
+/// The result of work that ends within a limit.
+pub(super) async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    timeout(limit, work).await.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into()))
+}
