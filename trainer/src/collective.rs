@@ -10,6 +10,9 @@
 //! unusable after its first error: drop it and form the next one. When a rank is missing, every other rank
 //! learns its number.
 //!
+//! Between two ranks of one machine, large frames of the ring leave their data in shared memory, and only say over TCP
+//! where these lie. TCP alone decides about missing ranks.
+//!
 //! `nccl` sums gradients between GPUs instead, where a job asks for it. All else stays on the ring.
 //!
 //! All operations block the calling thread (never call them from async code) and end early when
@@ -21,9 +24,12 @@ mod error;
 mod form;
 pub(crate) mod frame;
 mod gradients;
+mod link;
 pub(crate) mod nccl;
+mod offer;
 mod ring;
 mod seal;
+mod shared;
 #[cfg(test)]
 mod tests;
 
@@ -51,8 +57,8 @@ pub const DOUBLING_BYTES_MAX: usize = 64 << 10;
 pub struct Options {
     /// Shared secret of the job's members. A connection that does not prove that it knows it is dropped.
     pub secret: String,
-    /// Encrypts what the ring carries; the same for all members. Without it, sums and states can be read and changed on
-    /// their way.
+    /// Encrypts what the ring carries over TCP; the same for all members. Without it, sums and states can be read and
+    /// changed on their way.
     pub encrypt: bool,
     /// Deadline for forming a ring.
     pub form_timeout: Duration,
@@ -64,13 +70,17 @@ pub struct Options {
     pub doubling_bytes_max: usize,
     /// Elements summed per bucket, at least 1; each costs its bytes in a buffer.
     pub bucket_elements_max: usize,
+    /// Lets large frames to and from a neighbor on this machine go through shared memory, unencrypted. A rank without it
+    /// forms rings with all others.
+    pub shared_memory: bool,
     /// A neighbor whose machine acknowledges nothing for about this long is lost. A process that only computes
     /// is not: its kernel acknowledges.
     pub silence: Duration,
 }
 
 impl Options {
-    /// Options for ordinary use on one machine: not encrypted, 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2^18 elements.
+    /// Options for ordinary use on one machine: not encrypted, 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2^18 elements,
+    /// shared memory.
     pub fn new(secret: impl Into<String>) -> Options {
         Options {
             secret: secret.into(),
@@ -79,6 +89,7 @@ impl Options {
             exchange_timeout: Duration::from_secs(60),
             doubling_bytes_max: DOUBLING_BYTES_MAX,
             bucket_elements_max: 1 << 18,
+            shared_memory: true,
             silence: Duration::from_secs(5),
         }
     }

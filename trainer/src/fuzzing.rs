@@ -50,8 +50,9 @@ pub fn frame(header: &[u8; HEADER_BYTES]) {
     checksum.copy_from_slice(&crc32c::crc32c(fields).to_le_bytes());
     let Ok(received) = Header::decode(&header) else { return };
     assert!(received.bytes <= PAYLOAD_BYTES_MAX, "a payload is bounded");
-    let again = Header::decode(&received.header.encode(b"payload"));
-    assert_eq!(again.map(|again| (again.header, again.bytes)), Ok((received.header, 7)));
+    let again = Header::decode(&received.header.encode_as(b"payload", received.is_shared));
+    let again = again.map(|again| (again.header, again.bytes, again.is_shared));
+    assert_eq!(again, Ok((received.header, 7, received.is_shared)));
 }
 
 /// The header of a frame, for seeds.

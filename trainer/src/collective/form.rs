@@ -4,6 +4,9 @@
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
 //! of no use. The nonces are public keys, from which the key of the frames follows in an encrypted ring
 //! ([`super::seal`]). The proofs also say whether the ring is encrypted, so that both sides agree on it.
+//!
+//! After the proofs, a rank offers shared memory to the next one, which answers whether it has mapped it
+//! ([`super::offer`]). The offer is empty unless both may be on one machine.
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,7 +21,10 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
-use super::seal::{Agreement, Seal};
+use super::link::{ReceiveLink, SendLink};
+use super::offer::{self, OFFER_BYTES, Offer};
+use super::seal::{Agreement, Seal, TAG_BYTES};
+use super::shared::{Reader, Writer};
 use super::{Error, Formation, Options, WORLD_MAX, doubling};
 use crate::join::dial;
 use crate::proof::{NONCE_BYTES, PROOF_BYTES, is_valid, prove};
@@ -38,27 +44,19 @@ const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
 const OF_ACCEPTING: &str = "millrace ring accepts";
 const OF_CONNECTING: &str = "millrace ring connects";
 
-/// One direction of a connection after its handshake.
-#[derive(Debug)]
-pub(super) struct Link<S = TcpStream> {
-    pub(super) stream: S,
-    /// The cipher of its frames, in an encrypted ring.
-    pub(super) seal: Option<Seal>,
-}
-
 /// The connection to a partner. Both sides send frames.
 #[derive(Debug)]
 pub(super) struct Partner {
     pub(super) rank: usize,
-    pub(super) send: Link<OwnedWriteHalf>,
-    pub(super) receive: Link<OwnedReadHalf>,
+    pub(super) send: SendLink<OwnedWriteHalf>,
+    pub(super) receive: ReceiveLink<OwnedReadHalf>,
 }
 
 /// The connections of a ring member.
 #[derive(Debug)]
 pub(super) struct Links {
-    pub(super) next: Link,
-    pub(super) prev: Link,
+    pub(super) next: SendLink,
+    pub(super) prev: ReceiveLink,
     pub(super) partners: Vec<Partner>,
 }
 
@@ -82,24 +80,40 @@ struct End {
 struct Connection {
     stream: TcpStream,
     seals: Option<[Seal; 2]>,
+    memory: Memory,
+}
+
+/// The shared memory of a connection, which has the direction of the ring.
+enum Memory {
+    None,
+    ToNext(Writer),
+    FromPrev(Reader),
 }
 
 impl Connection {
     /// The connection to the next rank.
-    fn into_next(self) -> Link {
-        Link { stream: self.stream, seal: self.seals.map(|[sent, _]| sent) }
+    fn into_next(self) -> SendLink {
+        let memory = match self.memory {
+            Memory::ToNext(writer) => Some(writer),
+            _ => None,
+        };
+        SendLink { stream: self.stream, seal: self.seals.map(|[sent, _]| sent), memory }
     }
 
     /// The connection from the previous rank.
-    fn into_prev(self) -> Link {
-        Link { stream: self.stream, seal: self.seals.map(|[_, received]| received) }
+    fn into_prev(self) -> ReceiveLink {
+        let memory = match self.memory {
+            Memory::FromPrev(reader) => Some(reader),
+            _ => None,
+        };
+        ReceiveLink { stream: self.stream, seal: self.seals.map(|[_, received]| received), memory }
     }
 
     fn into_partner(self, rank: usize) -> Partner {
         let (read, write) = self.stream.into_split();
         let (sent, received) = self.seals.map(|[sent, received]| (sent, received)).unzip();
-        let send = Link { stream: write, seal: sent };
-        Partner { rank, send, receive: Link { stream: read, seal: received } }
+        let send = SendLink { stream: write, seal: sent, memory: None };
+        Partner { rank, send, receive: ReceiveLink { stream: read, seal: received, memory: None } }
     }
 }
 
@@ -293,7 +307,102 @@ async fn greet(
     let proof = edge.prove(&options.secret, OF_CONNECTING);
     send(&mut stream, &Header { kind: Kind::Proof, ..*header }, &proof).await?;
     receive_payload(&mut stream, &Header { kind: Kind::Welcome, ..from_next }, 0).await?;
-    Ok(Connection { stream, seals: edge.seals(own, theirs, &options.secret)? })
+    let mut seals = edge.seals(own, theirs, &options.secret)?;
+    let memory = match role {
+        Role::Ring => offer_memory(&mut stream, &mut seals, header, options).await?,
+        Role::Partner => Memory::None,
+    };
+    Ok(Connection { stream, seals, memory })
+}
+
+/// Offers shared memory to the next rank, and waits for its answer; the caller sets the deadline.
+async fn offer_memory(
+    stream: &mut TcpStream,
+    seals: &mut Option<[Seal; 2]>,
+    header: &Header,
+    options: &Options,
+) -> Result<Memory, String> {
+    let (epoch, rank) = (header.epoch, header.bucket);
+    let size = offer::size(options).filter(|_| is_local(stream));
+    let offered = size.and_then(|size| match offer::create(size) {
+        Ok(offered) => Some(offered),
+        Err(reason) => {
+            tracing::debug!(epoch, rank, reason, "no shared memory for the next rank");
+            None
+        }
+    });
+    let (sent, received) = seals.as_mut().map(|[sent, received]| (sent, received)).unzip();
+    let payload = offered.as_ref().map_or([0; OFFER_BYTES], |offered| offered.offer.encode());
+    send_sealed(stream, sent, &Header { kind: Kind::Offer, ..*header }, payload.to_vec()).await?;
+    let answer = Header { kind: Kind::Answer, rank: header.bucket as u16, ..*header };
+    let is_taken = receive_sealed(stream, received, &answer, 1).await? == [1];
+    Ok(match offered {
+        Some(offered) if is_taken => {
+            tracing::debug!(epoch, rank, bytes = offered.offer.size, "next rank shares memory");
+            Memory::ToNext(offered.writer)
+        }
+        _ => Memory::None,
+    })
+}
+
+/// Opens the shared memory that the previous rank offers, and answers whether it is open.
+async fn take_memory(
+    stream: &mut TcpStream,
+    seals: &mut Option<[Seal; 2]>,
+    (hello, answer): (&Header, &Header),
+    options: &Options,
+) -> Result<Memory, String> {
+    let (sent, received) = seals.as_mut().map(|[sent, received]| (sent, received)).unzip();
+    let payload =
+        receive_sealed(stream, received, &Header { kind: Kind::Offer, ..*hello }, OFFER_BYTES).await?;
+    let offer = payload.first_chunk().and_then(Offer::decode).filter(|_| options.shared_memory);
+    let memory = match offer.map(|offer| offer.open()) {
+        Some(Ok(reader)) => Memory::FromPrev(reader),
+        Some(Err(reason)) => {
+            let (epoch, rank) = (hello.epoch, hello.rank);
+            tracing::debug!(epoch, rank, reason, "no shared memory with the previous rank");
+            Memory::None
+        }
+        None => Memory::None,
+    };
+    let is_taken = matches!(memory, Memory::FromPrev(_));
+    let answer = Header { kind: Kind::Answer, ..*answer };
+    send_sealed(stream, sent, &answer, vec![u8::from(is_taken)]).await?;
+    Ok(memory)
+}
+
+/// Whether both ends of a connection may be on one machine: it does not leave its address.
+fn is_local(stream: &TcpStream) -> bool {
+    let (own, theirs) = (stream.local_addr(), stream.peer_addr());
+    own.is_ok_and(|own| theirs.is_ok_and(|theirs| own.ip() == theirs.ip()))
+}
+
+/// Sends a frame after the proofs, encrypted in an encrypted ring.
+async fn send_sealed(
+    stream: &mut TcpStream,
+    seal: Option<&mut Seal>,
+    header: &Header,
+    mut payload: Vec<u8>,
+) -> Result<(), String> {
+    if let Some(seal) = seal {
+        seal.seal(&header.bound(payload.len() + TAG_BYTES, false), &mut payload)?;
+    }
+    send(stream, header, &payload).await
+}
+
+/// The payload of the next frame after the proofs, which must have this header and length.
+async fn receive_sealed(
+    stream: &mut TcpStream,
+    seal: Option<&mut Seal>,
+    wanted: &Header,
+    bytes: usize,
+) -> Result<Vec<u8>, String> {
+    let carried = bytes + seal.as_ref().map_or(0, |_| TAG_BYTES);
+    let mut payload = receive_payload(stream, wanted, carried).await?;
+    if let Some(seal) = seal {
+        seal.open(&wanted.bound(carried, false), &mut payload)?;
+    }
+    Ok(payload)
 }
 
 async fn send(stream: &mut TcpStream, header: &Header, payload: &[u8]) -> Result<(), String> {
@@ -304,7 +413,7 @@ async fn send(stream: &mut TcpStream, header: &Header, payload: &[u8]) -> Result
 /// The payload of the next frame, which must have this header and length.
 async fn receive_payload(stream: &mut TcpStream, wanted: &Header, bytes: usize) -> Result<Vec<u8>, String> {
     let received = read_header(stream).await.map_err(|fault| format!("{fault:?}"))?;
-    if received.header != *wanted || received.bytes != bytes {
+    if received.header != *wanted || received.bytes != bytes || received.is_shared {
         return Err(format!("unexpected frame {:?}", received.header));
     }
     let mut payload = Vec::new();
@@ -381,7 +490,7 @@ async fn receive(
     let received = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
     let is_from = |end: &End| hello(formation, end.role, end.rank, formation.rank) == received.header;
     let (at, hello) = match ends.iter().position(is_from) {
-        Some(at) if received.bytes == NONCE_BYTES => (at, received.header),
+        Some(at) if received.bytes == NONCE_BYTES && !received.is_shared => (at, received.header),
         _ => return Err(format!("unexpected frame {:?}", received.header)),
     };
     let mut theirs = Vec::new();
@@ -406,7 +515,12 @@ async fn receive(
     }
     send(&mut stream, &Header { kind: Kind::Welcome, ..answer }, &[]).await?;
     let seals = edge.seals(own, &theirs, &options.secret)?;
-    Ok((at, Connection { stream, seals: seals.map(|[received, sent]| [sent, received]) }))
+    let mut seals = seals.map(|[received, sent]| [sent, received]);
+    let memory = match ends[at].role {
+        Role::Ring => take_memory(&mut stream, &mut seals, (&hello, &answer), options).await?,
+        Role::Partner => Memory::None,
+    };
+    Ok((at, Connection { stream, seals, memory }))
 }
 
 /// Proofs for tests that speak the protocol themselves.

@@ -3,6 +3,9 @@
 //! Little-endian: magic `MRR1`, kind u8, version u8, sender rank u16, epoch u64, step u64,
 //! bucket u32, phase u32, payload bytes u32, payload crc32c u32, crc32c u32 of the 40 bytes
 //! before it.
+//!
+//! The highest bit of the kind marks a frame whose data lie in shared memory ([`super::shared`]). Its payload is a
+//! [`Span`], the place of the data: position u64, bytes u32.
 use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt};
@@ -17,7 +20,11 @@ pub(crate) const NOBODY: u32 = u32::MAX;
 
 const MAGIC: [u8; 4] = *b"MRR1";
 /// Grows with the form of the frames and with the order of a step's sums: ranks of different versions form no ring.
-const VERSION: u8 = 5;
+const VERSION: u8 = 6;
+/// The bit of the kind that marks data in shared memory.
+const SHARED: u8 = 0x80;
+/// Bytes of an encoded [`Span`].
+pub(crate) const SPAN_BYTES: usize = 12;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -48,6 +55,10 @@ pub(crate) enum Kind {
     Double = 12,
     /// A partial or complete sum of `f32`, between partners.
     DoubleF32 = 13,
+    /// The frame after `Welcome` on a connection of the ring: shared memory for the data of later frames, or none.
+    Offer = 14,
+    /// The response to `Offer`: whether the receiver has mapped the memory.
+    Answer = 15,
 }
 
 impl Kind {
@@ -66,6 +77,8 @@ impl Kind {
             11 => Kind::Partner,
             12 => Kind::Double,
             13 => Kind::DoubleF32,
+            14 => Kind::Offer,
+            15 => Kind::Answer,
             _ => return None,
         })
     }
@@ -87,6 +100,31 @@ pub(crate) struct Received {
     pub(crate) header: Header,
     pub(crate) bytes: usize,
     pub(crate) checksum: u32,
+    /// Whether the payload is a [`Span`].
+    pub(crate) is_shared: bool,
+}
+
+/// The place of a frame's data in shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// Bytes that the sender has written to the memory before these, since the ring was formed.
+    pub(crate) position: u64,
+    pub(crate) bytes: u32,
+}
+
+impl Span {
+    pub(crate) fn encode(&self) -> [u8; SPAN_BYTES] {
+        let mut out = [0; SPAN_BYTES];
+        out[..8].copy_from_slice(&self.position.to_le_bytes());
+        out[8..].copy_from_slice(&self.bytes.to_le_bytes());
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Span> {
+        let (position, bytes) = bytes.split_first_chunk()?;
+        let (position, bytes) = (u64::from_le_bytes(*position), u32::from_le_bytes(bytes.try_into().ok()?));
+        Some(Span { position, bytes })
+    }
 }
 
 /// Why a frame could not be read.
@@ -99,13 +137,13 @@ pub(crate) enum Fault {
 impl Received {
     /// What the header says, as bytes: encryption binds the payload to them.
     pub(crate) fn bound(&self) -> [u8; BOUND_BYTES] {
-        self.header.bound(self.bytes)
+        self.header.bound(self.bytes, self.is_shared)
     }
 }
 
 impl Header {
     /// What a header says beside a payload of `bytes` bytes: the part before its checksums.
-    pub(crate) fn bound(&self, bytes: usize) -> [u8; BOUND_BYTES] {
+    pub(crate) fn bound(&self, bytes: usize, is_shared: bool) -> [u8; BOUND_BYTES] {
         let mut out = [0u8; BOUND_BYTES];
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
@@ -113,7 +151,8 @@ impl Header {
             at += bytes.len();
         };
         put(&MAGIC);
-        put(&[self.kind as u8, VERSION]);
+        let mark = if is_shared { SHARED } else { 0 };
+        put(&[self.kind as u8 | mark, VERSION]);
         put(&self.rank.to_le_bytes());
         put(&self.epoch.to_le_bytes());
         put(&self.step.to_le_bytes());
@@ -125,8 +164,13 @@ impl Header {
     }
 
     pub(crate) fn encode(&self, payload: &[u8]) -> [u8; HEADER_BYTES] {
+        self.encode_as(payload, false)
+    }
+
+    /// The header of a frame with this payload, which is the place of its data if `is_shared`.
+    pub(crate) fn encode_as(&self, payload: &[u8], is_shared: bool) -> [u8; HEADER_BYTES] {
         let mut out = [0u8; HEADER_BYTES];
-        out[..BOUND_BYTES].copy_from_slice(&self.bound(payload.len()));
+        out[..BOUND_BYTES].copy_from_slice(&self.bound(payload.len(), is_shared));
         out[BOUND_BYTES..HEADER_BYTES - 4].copy_from_slice(&crc32c::crc32c(payload).to_le_bytes());
         let checksum = crc32c::crc32c(&out[..HEADER_BYTES - 4]);
         out[HEADER_BYTES - 4..].copy_from_slice(&checksum.to_le_bytes());
@@ -143,7 +187,7 @@ impl Header {
         if u32_at(bytes, 40) != crc32c::crc32c(&bytes[..40]) {
             return Err("header checksum mismatch".to_owned());
         }
-        let kind = Kind::from_byte(bytes[4]).ok_or_else(|| format!("frame kind {}", bytes[4]))?;
+        let kind = Kind::from_byte(bytes[4] & !SHARED).ok_or_else(|| format!("frame kind {}", bytes[4]))?;
         let length = u32_at(bytes, 32) as usize;
         if length > PAYLOAD_BYTES_MAX {
             return Err(format!("payload of {length} bytes (limit {PAYLOAD_BYTES_MAX})"));
@@ -159,6 +203,7 @@ impl Header {
             },
             bytes: length,
             checksum: u32_at(bytes, 36),
+            is_shared: bytes[4] & SHARED != 0,
         })
     }
 }

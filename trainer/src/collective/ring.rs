@@ -4,18 +4,18 @@ use std::ops::Range;
 use std::time::Duration;
 
 use futures::future::join_all;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::doubling::Action;
 use super::element::{self, Dtype, Element};
-use super::form::{Link, Links, Partner};
-use super::frame::{
-    Fault, HEADER_BYTES, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, Received, read_header, read_payload,
-};
+use super::form::{Links, Partner};
+use super::frame::{Fault, HEADER_BYTES, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, Received, read_header};
+use super::link::{ReceiveLink, SendLink};
 use super::seal::TAG_BYTES;
+use super::shared::{Reader, Writer};
 use super::{Error, Formation, Options, doubling};
 
 /// Size of the pieces of a state, so that every rank forwards while it receives.
@@ -75,6 +75,21 @@ impl<'a> Ring<'a> {
     /// The membership epoch.
     pub fn epoch(&self) -> u64 {
         self.edge.formation.epoch
+    }
+
+    /// Bytes that this rank has sent to the next one and received from the previous one through shared memory; `None`
+    /// for a direction without shared memory.
+    pub fn shared_bytes(&self) -> [Option<u64>; 2] {
+        let Some(Links { next, prev, .. }) = &self.links else { return [None; 2] };
+        [next.memory.as_ref().map(Writer::written), prev.memory.as_ref().map(Reader::copied)]
+    }
+
+    /// An address in each mapping of shared memory, for tests.
+    #[cfg(test)]
+    pub(super) fn memory_addresses(&self) -> Vec<usize> {
+        let Some(Links { next, prev, .. }) = &self.links else { return Vec::new() };
+        let sent = next.memory.as_ref().map(Writer::address);
+        sent.into_iter().chain(prev.memory.as_ref().map(Reader::address)).collect()
     }
 
     /// Replaces `values` by the element-wise sum over all ranks.
@@ -383,7 +398,7 @@ impl Edge {
     /// The exchange itself. It ends early with the cause that `told` returns.
     async fn transfer<W: AsyncWrite + Unpin, R: AsyncRead + Unpin>(
         &self,
-        (next, prev): (&mut Link<W>, &mut Link<R>),
+        (next, prev): (&mut SendLink<W>, &mut ReceiveLink<R>),
         told: impl Future<Output = Cause>,
         deadline: Instant,
         out: Option<(&Header, &[u8])>,
@@ -440,8 +455,8 @@ impl Edge {
     /// Waits until the previous rank names a missing rank. While this rank exchanges with a partner, any other frame
     /// belongs to a later operation, and the end of the connection to a rank that needs no more sums: the wait then
     /// never ends, and the partner decides.
-    async fn told(&self, prev: &mut Link) -> Cause {
-        let overhead = prev.seal.as_ref().map_or(0, |_| TAG_BYTES);
+    async fn told(&self, prev: &mut ReceiveLink) -> Cause {
+        let overhead = prev.overhead();
         let mut head = [0u8; HEADER_BYTES];
         let received = match prev.stream.peek(&mut head).await {
             Ok(HEADER_BYTES) => Header::decode(&head).ok(),
@@ -451,7 +466,7 @@ impl Edge {
             let header = received.header;
             header.kind == Kind::Abort && header.epoch == self.formation.epoch && received.bytes == overhead
         });
-        if is_abort && let Ok(received) = read_frame(prev, &mut Vec::new()).await {
+        if is_abort && let Ok(received) = prev.read_frame(&mut Vec::new()).await {
             return Cause::Told { culprit: received.header.bucket, by: self.prev_rank() };
         }
         pending().await
@@ -527,7 +542,7 @@ impl Edge {
     }
 }
 
-async fn warn_peer<W: AsyncWrite + Unpin>(to: &mut Link<W>, header: &Header) {
+async fn warn_peer<W: AsyncWrite + Unpin>(to: &mut SendLink<W>, header: &Header) {
     // The receiver also notices the failure when the connection closes.
     let _ = timeout(Duration::from_millis(100), send_frame(to, Some((header, &[])))).await;
 }
@@ -539,66 +554,24 @@ fn chunk(elements: usize, index: usize, count: usize) -> Range<usize> {
 }
 
 async fn send_frame<W: AsyncWrite + Unpin>(
-    next: &mut Link<W>,
+    next: &mut SendLink<W>,
     out: Option<(&Header, &[u8])>,
 ) -> Result<(), String> {
     let Some((header, payload)) = out else { return Ok(()) };
-    let Link { stream, seal } = next;
-    let sealed = match seal {
-        None => None,
-        Some(seal) => {
-            let mut sealed = Vec::with_capacity(payload.len() + TAG_BYTES);
-            sealed.extend_from_slice(payload);
-            seal.seal(&header.bound(payload.len() + TAG_BYTES), &mut sealed)?;
-            Some(sealed)
-        }
-    };
-    let payload = sealed.as_deref().unwrap_or(payload);
-    let head = header.encode(payload);
-    let send = async {
-        // Sends a small frame in one segment.
-        if payload.len() <= 16 << 10 {
-            let mut frame = Vec::with_capacity(head.len() + payload.len());
-            frame.extend_from_slice(&head);
-            frame.extend_from_slice(payload);
-            return stream.write_all(&frame).await;
-        }
-        stream.write_all(&head).await?;
-        stream.write_all(payload).await
-    };
-    send.await.map_err(|e| e.to_string())
-}
-
-/// Reads a frame with its payload, decrypted in an encrypted ring. Not cancel safe.
-async fn read_frame<R: AsyncRead + Unpin>(prev: &mut Link<R>, into: &mut Vec<u8>) -> Result<Received, Fault> {
-    let received = read_header(&mut prev.stream).await?;
-    read_rest(prev, received, into).await
+    next.send(header, payload).await
 }
 
 /// Reads a frame of the previous rank, or of a partner. Not cancel safe.
 async fn next_frame(links: &mut Links, from: Way) -> Result<Received, Fault> {
     let mut unused = Vec::new();
     match from {
-        Way::Ring => read_frame(&mut links.prev, &mut unused).await,
-        Way::Partner(at) => read_frame(&mut links.partners[at].receive, &mut unused).await,
+        Way::Ring => links.prev.read_frame(&mut unused).await,
+        Way::Partner(at) => links.partners[at].receive.read_frame(&mut unused).await,
     }
-}
-
-/// Reads the payload behind a header.
-async fn read_rest<R: AsyncRead + Unpin>(
-    prev: &mut Link<R>,
-    received: Received,
-    into: &mut Vec<u8>,
-) -> Result<Received, Fault> {
-    read_payload(&mut prev.stream, &received, into).await?;
-    if let Some(seal) = &mut prev.seal {
-        seal.open(&received.bound(), into).map_err(Fault::Malformed)?;
-    }
-    Ok(Received { bytes: into.len(), ..received })
 }
 
 async fn receive_frame<R: AsyncRead + Unpin>(
-    prev: &mut Link<R>,
+    prev: &mut ReceiveLink<R>,
     expected: Option<(&Header, usize)>,
     into: &mut Vec<u8>,
 ) -> Result<(), Cause> {
@@ -612,18 +585,12 @@ async fn receive_frame<R: AsyncRead + Unpin>(
     };
     let received = read_header(&mut prev.stream).await.map_err(fault)?;
     let got = received.header;
-    let overhead = prev.seal.as_ref().map_or(0, |_| TAG_BYTES);
-    if got.kind == Kind::Abort && got.epoch == expected.epoch && received.bytes == overhead {
-        read_rest(prev, received, into).await.map_err(fault)?;
+    if got.kind == Kind::Abort && got.epoch == expected.epoch && received.bytes == prev.overhead() {
+        prev.read_rest(received, into).await.map_err(fault)?;
         return Err(Cause::Told { culprit: got.bucket, by: usize::from(expected.rank) });
     }
     if got != *expected {
         return Err(Cause::PrevProtocol(format!("sent {got:?} where {expected:?} belongs")));
     }
-    // Before any memory is taken.
-    if received.bytes != bytes + overhead {
-        return Err(Cause::PrevProtocol(format!("sent {} bytes, not {}", received.bytes, bytes + overhead)));
-    }
-    read_rest(prev, received, into).await.map_err(fault)?;
-    Ok(())
+    prev.read_data(received, bytes, into).await.map_err(fault)
 }

@@ -2,6 +2,7 @@
 
 mod doubling;
 mod encrypted;
+mod shared;
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
@@ -13,6 +14,8 @@ use proptest::prelude::*;
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind};
+use super::offer::{OFFER_BYTES, Offer};
+use super::shared::Reader;
 use super::{Collective, Element, Error, Formation, Options, Ring, form};
 
 const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -39,7 +42,14 @@ fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<String>) {
 
 /// Runs `work` on every rank of a ring, each on its own thread; results in rank order.
 fn on_ring<T: Send>(world: usize, options: &Options, work: impl Fn(usize, Ring<'_>) -> T + Sync) -> Vec<T> {
-    let (bound, addresses) = bind(world, options);
+    on_ranks(&vec![options.clone(); world], work)
+}
+
+/// As [`on_ring`], with the options of each rank.
+fn on_ranks<T: Send>(options: &[Options], work: impl Fn(usize, Ring<'_>) -> T + Sync) -> Vec<T> {
+    let bound: Vec<_> =
+        options.iter().map(|options| Collective::bind(LOCAL, options.clone()).unwrap()).collect();
+    let addresses: Vec<String> = bound.iter().map(|member| member.address().to_string()).collect();
     thread::scope(|scope| {
         let ranks: Vec<_> = bound
             .into_iter()
@@ -129,7 +139,8 @@ proptest! {
 #[test]
 fn large_vectors_pass_full_socket_buffers() {
     let elements = 2_000_000;
-    let results = on_ring(3, &options(), |rank, mut ring| {
+    let options = Options { shared_memory: false, ..options() };
+    let results = on_ring(3, &options, |rank, mut ring| {
         let mut values: Vec<i64> = (0..elements).map(|i| i * (rank as i64 + 1)).collect();
         ring.all_reduce(0, &mut values).unwrap();
         values.iter().enumerate().all(|(i, v)| *v == i as i64 * 6)
@@ -139,9 +150,13 @@ fn large_vectors_pass_full_socket_buffers() {
 
 #[test]
 fn every_rank_can_send_its_state() {
-    for (world, source, bytes) in [(2, 0, 0), (2, 1, 17), (3, 2, 3 << 20), (5, 3, (1 << 20) + 1)] {
+    let cases = [(2, 0, 0), (2, 1, 17), (3, 2, 3 << 20), (5, 3, (1 << 20) + 1)];
+    for ((world, source, bytes), shared_memory) in
+        cases.into_iter().flat_map(|case| [(case, true), (case, false)])
+    {
         let state: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
-        let results = on_ring(world, &options(), |rank, mut ring| {
+        let options = Options { shared_memory, ..options() };
+        let results = on_ring(world, &options, |rank, mut ring| {
             let own = (rank == source).then_some(state.as_slice());
             let got = ring.broadcast(9, source, own, bytes as u64).unwrap();
             let mut values = [1i64];
@@ -350,38 +365,101 @@ fn silent_connections_do_not_keep_the_neighbor_from_its_place() {
     });
 }
 
+/// Sends an offer of shared memory, or an empty one; returns whether it was taken.
+fn send_offer(stream: &mut TcpStream, header: Header, offer: Option<&Offer>) -> bool {
+    let payload = offer.map_or([0; OFFER_BYTES], Offer::encode);
+    let header = Header { kind: Kind::Offer, ..header };
+    stream.write_all(&[header.encode(&payload).as_slice(), &payload].concat()).unwrap();
+    let mut answer = [0u8; 44 + 1];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(Header::decode(answer.first_chunk().unwrap()).unwrap().header.kind, Kind::Answer);
+    answer[44] == 1
+}
+
+/// The offer of shared memory after the proofs.
+fn read_offer(stream: &mut TcpStream) -> Option<Offer> {
+    let mut frame = [0u8; 44 + OFFER_BYTES];
+    stream.read_exact(&mut frame).unwrap();
+    assert_eq!(Header::decode(frame.first_chunk().unwrap()).unwrap().header.kind, Kind::Offer);
+    Offer::decode(frame.last_chunk().unwrap())
+}
+
+/// Says whether an offer is taken.
+fn answer_offer(stream: &mut TcpStream, header: Header, is_taken: bool) {
+    let payload = [u8::from(is_taken)];
+    let header = Header { kind: Kind::Answer, ..header };
+    stream.write_all(&[header.encode(&payload).as_slice(), &payload].concat()).unwrap();
+}
+
+/// The header of what rank 1 of two ranks answers to rank 0 while the ring forms.
+const ANSWER: Header = Header { kind: Kind::Challenge, rank: 1, epoch: 7, step: 0, bucket: 1, phase: 2 };
+
+/// Accepts rank 0 of two ranks as rank 1, up to its offer.
+fn accept_as_rank_1(listener: &std::net::TcpListener) -> TcpStream {
+    let (mut from, _) = listener.accept().unwrap();
+    let mut greeting = [0u8; 44 + 32];
+    from.read_exact(&mut greeting).unwrap();
+    let proof = form::tests_support::accepting_proof(SECRET, (7, 0, 1), &greeting[44..], &[8; 32]);
+    let answer = [[8; 32], proof].concat();
+    from.write_all(&[ANSWER.encode(&answer).as_slice(), &answer].concat()).unwrap();
+    from.read_exact(&mut greeting).unwrap();
+    from.write_all(&Header { kind: Kind::Welcome, ..ANSWER }.encode(&[])).unwrap();
+    from
+}
+
+/// Rank 1 of two ranks, which speaks the protocol itself, after the formation.
+struct Peer {
+    /// What rank 0 sends.
+    from: TcpStream,
+    /// What rank 0 receives.
+    to: TcpStream,
+    /// The memory of rank 0, if the peer has taken it.
+    memory: Option<Reader>,
+    /// Whether rank 0 has taken the memory of the peer.
+    is_taken: bool,
+}
+
+/// Runs rank 0 against a peer, which takes the memory of rank 0 if `takes` and offers the memory `offer`.
+fn with_peer<T: Send>(
+    options: Options,
+    (takes, offer): (bool, Option<&Offer>),
+    rank_0: impl FnOnce(Ring<'_>) -> T + Send,
+    act: impl FnOnce(&mut Peer),
+) -> T {
+    let mine = Collective::bind(LOCAL, options).unwrap();
+    let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
+    let addresses = vec![mine.address().to_string(), listener.local_addr().unwrap().to_string()];
+    let home = addresses[0].clone();
+    thread::scope(|scope| {
+        let rank = scope.spawn(move || {
+            let formation = Formation { epoch: 7, rank: 0, addresses };
+            rank_0(mine.form(&formation, CancellationToken::new()).unwrap())
+        });
+        let mut from = accept_as_rank_1(&listener);
+        let offered = read_offer(&mut from).filter(|_| takes);
+        let memory = offered.map(|offer| offer.open().unwrap());
+        answer_offer(&mut from, ANSWER, memory.is_some());
+        let mut to = connect_as_rank_1(&home, SECRET);
+        let mut welcome = [0u8; 44];
+        to.read_exact(&mut welcome).unwrap();
+        let is_taken = send_offer(&mut to, Header { bucket: 0, ..ANSWER }, offer);
+        let mut peer = Peer { from, to, memory, is_taken };
+        act(&mut peer);
+        rank.join().unwrap()
+    })
+}
+
 /// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's sum or error.
 fn answer_to<T: Element>(values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
     answer_with(around(), values, frame)
 }
 
 fn answer_with<T: Element>(options: Options, values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
-    let mine = Collective::bind(LOCAL, options).unwrap();
-    let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
-    let addresses = vec![mine.address().to_string(), listener.local_addr().unwrap().to_string()];
-    let to = addresses[0].clone();
-    thread::scope(|scope| {
-        let rank = scope.spawn(move || {
-            let formation = Formation { epoch: 7, rank: 0, addresses };
-            let mut ring = mine.form(&formation, CancellationToken::new()).unwrap();
-            let mut values = values;
-            ring.all_reduce(2, &mut values).map(|()| values)
-        });
-        let (mut from, _) = listener.accept().unwrap();
-        let mut greeting = [0u8; 44 + 32];
-        from.read_exact(&mut greeting).unwrap();
-        let proof = form::tests_support::accepting_proof(SECRET, (7, 0, 1), &greeting[44..], &[8; 32]);
-        let answer = [[8; 32], proof].concat();
-        let header = Header { kind: Kind::Challenge, rank: 1, epoch: 7, step: 0, bucket: 1, phase: 2 };
-        from.write_all(&[header.encode(&answer).as_slice(), &answer].concat()).unwrap();
-        from.read_exact(&mut greeting).unwrap();
-        from.write_all(&Header { kind: Kind::Welcome, ..header }.encode(&[])).unwrap();
-        let mut peer = connect_as_rank_1(&to, SECRET);
-        let mut welcome = [0u8; 44];
-        peer.read_exact(&mut welcome).unwrap();
-        peer.write_all(frame).unwrap();
-        rank.join().unwrap()
-    })
+    let sum = |mut ring: Ring<'_>| {
+        let mut values = values;
+        ring.all_reduce(2, &mut values).map(|()| values)
+    };
+    with_peer(options, (false, None), sum, |peer| peer.to.write_all(frame).unwrap())
 }
 
 #[test]

@@ -168,6 +168,9 @@ fn connect_as_rank_0(to: &str, kind: Kind) -> TcpStream {
     stream.write_all(&[header.encode(&proof).as_slice(), &proof].concat()).unwrap();
     let mut welcome = [0u8; 44];
     stream.read_exact(&mut welcome).unwrap();
+    if kind == Kind::Hello {
+        assert!(!send_offer(&mut stream, header, None));
+    }
     stream
 }
 
@@ -194,6 +197,8 @@ fn answer_of_partner(bytes: &[u8]) -> Result<[i64; 2], Error> {
         next.write_all(&[header.encode(&answer).as_slice(), &answer].concat()).unwrap();
         next.read_exact(&mut greeting).unwrap();
         next.write_all(&Header { kind: Kind::Welcome, ..header }.encode(&[])).unwrap();
+        assert!(read_offer(&mut next).is_some());
+        answer_offer(&mut next, header, false);
         let _prev = connect_as_rank_0(&home, Kind::Hello);
         let mut partner = connect_as_rank_0(&home, Kind::Partner);
         partner.write_all(bytes).unwrap();

@@ -13,9 +13,10 @@ fn encrypted() -> Options {
 #[test]
 fn encrypted_rings_sum_and_transfer_states() {
     let worlds = [(2, 1, 0), (3, 7, 0), (5, 1 << 18, 0), (2, 1, 1 << 10), (3, 7, 1 << 10), (5, 7, 1 << 10)];
-    for (world, bucket_elements_max, doubling_bytes_max) in worlds {
+    let cases = worlds.into_iter().flat_map(|world| [(world, true), (world, false)]);
+    for ((world, bucket_elements_max, doubling_bytes_max), shared_memory) in cases {
         let state: Vec<u8> = (0..(1 << 20) + 5).map(|i| (i * 31 % 251) as u8).collect();
-        let options = Options { bucket_elements_max, doubling_bytes_max, ..encrypted() };
+        let options = Options { bucket_elements_max, doubling_bytes_max, shared_memory, ..encrypted() };
         let results = on_ring(world, &options, |rank, mut ring| {
             let mut sums: Vec<i64> = (0..50).map(|i| i * (rank as i64 + 1)).collect();
             ring.all_reduce(1, &mut sums).unwrap();
@@ -76,8 +77,8 @@ fn rings_that_differ_about_encryption_do_not_form() {
     });
 }
 
-/// Bytes of a handshake, per direction, before the first frame: those of the connecting and of the accepting side.
-const HANDSHAKE: [usize; 2] = [2 * (44 + 32), 44 + 64 + 44];
+/// Bytes that the connecting side of an encrypted ring sends before the first frame: nonce, proof, offer.
+pub(super) const HANDSHAKE: usize = 2 * (44 + 32) + 44 + OFFER_BYTES + 16;
 
 /// Forwards what `from` sends, after `change` of it; returns all of it.
 fn forward(mut from: TcpStream, mut to: TcpStream, mut change: impl FnMut(usize, &mut [u8])) -> Vec<u8> {
@@ -95,10 +96,11 @@ fn forward(mut from: TcpStream, mut to: TcpStream, mut change: impl FnMut(usize,
 }
 
 /// Two ranks sum through a machine that changes what rank 1 sends to rank 0. Their results, and what the machine saw.
-fn through_machine(
+pub(super) fn through_machine(
     options: &Options,
+    values: &[i64],
     change: impl FnMut(usize, &mut [u8]) + Send,
-) -> (Vec<Result<[i64; 2], Error>>, Vec<u8>) {
+) -> (Vec<Result<Vec<i64>, Error>>, Vec<u8>) {
     let (bound, addresses) = bind(2, options);
     let machine = TcpListener::bind((LOCAL, 0)).unwrap();
     let way = machine.local_addr().unwrap().to_string();
@@ -124,7 +126,7 @@ fn through_machine(
                 scope.spawn(move || {
                     let formation = Formation { epoch: 7, rank, addresses };
                     let mut ring = collective.form(&formation, CancellationToken::new()).unwrap();
-                    let mut values = [0x5151_5151_5151_5151, 0x5252_5252_5252_5252];
+                    let mut values = values.to_vec();
                     ring.all_reduce(0, &mut values).map(|()| values)
                 })
             })
@@ -136,29 +138,34 @@ fn through_machine(
 
 #[test]
 fn a_machine_on_the_way_sees_and_changes_nothing() {
-    let sums = [0x5151_5151_5151_5151i64, 0x5252_5252_5252_5252].map(|value| value.wrapping_mul(2));
+    let values = [0x5151_5151_5151_5151i64, 0x5252_5252_5252_5252];
+    let sums = values.map(|value| value.wrapping_mul(2));
     for (options, sees) in [(options(), true), (encrypted(), false)] {
-        let (results, seen) = through_machine(&options, |_, _| {});
+        let (results, seen) = through_machine(&options, &values, |_, _| {});
         assert!(results.into_iter().all(|sum| sum.unwrap() == sums));
         assert_eq!(seen.windows(8).any(|part| part == [0x52; 8] || part == [0x51; 8]), sees);
     }
-    // Checksums are no obstacle: the frame's header and its payload get new ones.
-    let frame = HANDSHAKE[0];
-    for at in [frame + 44, frame + 44 + 20] {
-        let (results, _) = through_machine(&encrypted(), |from, bytes| {
-            if from > frame || from + bytes.len() < at + 1 {
-                return;
-            }
-            let bytes = &mut bytes[frame - from..];
-            bytes[at - frame] ^= 1;
-            let length = u32::from_le_bytes(bytes[32..36].try_into().unwrap()) as usize;
-            let payload = crc32c::crc32c(&bytes[44..44 + length]).to_le_bytes();
-            bytes[36..40].copy_from_slice(&payload);
-            let header = crc32c::crc32c(&bytes[..40]).to_le_bytes();
-            bytes[40..44].copy_from_slice(&header);
-        });
+    for at in [44, 44 + 20] {
+        let (results, _) = through_machine(&encrypted(), &values, flip(at));
         let error = results.into_iter().next().unwrap().unwrap_err();
         assert!(matches!(error, Error::Protocol { rank: 1, .. }), "{error}");
         assert!(error.to_string().contains("changed on its way"), "{error}");
+    }
+}
+
+/// Changes a bit of the byte `at` of the first frame after the formation. Checksums are no obstacle: header and payload
+/// get new ones.
+pub(super) fn flip(at: usize) -> impl FnMut(usize, &mut [u8]) + Send {
+    move |from, bytes| {
+        if from > HANDSHAKE || from + bytes.len() < HANDSHAKE + at + 1 {
+            return;
+        }
+        let bytes = &mut bytes[HANDSHAKE - from..];
+        bytes[at] ^= 1;
+        let length = u32::from_le_bytes(bytes[32..36].try_into().unwrap()) as usize;
+        let payload = crc32c::crc32c(&bytes[44..44 + length]).to_le_bytes();
+        bytes[36..40].copy_from_slice(&payload);
+        let header = crc32c::crc32c(&bytes[..40]).to_le_bytes();
+        bytes[40..44].copy_from_slice(&header);
     }
 }
