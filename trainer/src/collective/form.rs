@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
 use super::link::{ReceiveLink, SendLink};
-use super::offer::{self, OFFER_BYTES, Offer};
+use super::offer::{self, OFFER_BYTES, Offer, Offered};
 use super::seal::{Agreement, Seal, TAG_BYTES};
 use super::shared::{Reader, Writer};
 use super::{Error, Formation, Options, WORLD_MAX, doubling};
@@ -337,9 +337,11 @@ async fn offer_memory(
     let answer = Header { kind: Kind::Answer, rank: header.bucket as u16, ..*header };
     let is_taken = receive_sealed(stream, received, &answer, 1).await? == [1];
     Ok(match offered {
-        Some(offered) if is_taken => {
-            tracing::debug!(epoch, rank, bytes = offered.offer.size, "next rank shares memory");
-            Memory::ToNext(offered.writer)
+        Some(Offered { offer, writer, file }) if is_taken => {
+            // Both sides have their mappings.
+            drop(file);
+            tracing::debug!(epoch, rank, bytes = offer.size, "next rank shares memory");
+            Memory::ToNext(writer)
         }
         _ => Memory::None,
     })
