@@ -455,7 +455,7 @@ fn answer_to<T: Element>(values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> 
 }
 
 fn answer_with<T: Element>(options: Options, values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
-    let sum = |mut ring: Ring<'_>| {
+    let sum = move |mut ring: Ring<'_>| {
         let mut values = values;
         ring.all_reduce(2, &mut values).map(|()| values)
     };
