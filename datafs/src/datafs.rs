@@ -100,10 +100,10 @@ impl Datafs {
         &self.shared.home
     }
 
-    /// Waits for the end of this and all other handles, in this process; does not keep the metadata open. A process
-    /// that has opened volumes must wait for it before it forks.
+    /// Waits for the end of this and all its clones and views; does not keep the metadata open. A process that has
+    /// opened volumes must wait for it before it forks.
     pub fn closing(&self) -> Closing {
-        self.shared.meta.closing()
+        self.shared.open_mark.closing()
     }
 
     /// Collects garbage now; returns when nothing more can be collected at this time. Runs beside all other

@@ -19,6 +19,7 @@ use crate::config::Config;
 use crate::data::{Codec, ObjectError, ObjectPool, Packs};
 use crate::error::{Error, Result};
 use crate::garbage::{GarbageList, RoomMaker};
+use crate::meta::closing::Open;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::Durability;
 use crate::meta::keys;
@@ -81,6 +82,8 @@ pub(crate) struct Shared {
     /// The keys that the objects of each volume may be encrypted with.
     pub(crate) expected_keys: RwLock<HashMap<u64, Arc<ExpectedKeys>>>,
     inos: Mutex<HashMap<u64, Range<u64>>>,
+    /// Dropped last.
+    pub(crate) open_mark: Open,
 }
 
 impl Shared {
@@ -93,6 +96,7 @@ impl Shared {
         session: Session,
     ) -> Arc<Shared> {
         Arc::new(Shared {
+            open_mark: meta.open_mark(),
             home: home.to_owned(),
             config: config.clone(),
             meta,

@@ -1,21 +1,24 @@
-//! The end of a metadata file's use by this process.
+//! The end of a process's use of its metadata.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Waits until this process has closed a metadata file.
+/// Waits until this process has closed its metadata and its session.
 ///
-/// Threads that run a call keep the file open after the last handle of the caller is gone. A process that forks
-/// meanwhile breaks SQLite: the child takes the locks of its parent for its own. Another process may then replace the
-/// log under the child, and commits are lost.
+/// Threads that run a call keep both open after the last handle of the caller is gone. A process that forks meanwhile
+/// breaks SQLite: the child takes the locks of its parent for its own. Another process may then replace the log under
+/// the child, and commits are lost.
 #[derive(Debug, Clone)]
-pub struct Closing(Option<Arc<Latch>>);
+pub struct Closing(Arc<Latch>);
 
-/// Part of an open metadata file. Dropping it reports that the file is closed.
+/// Part of all that must be closed. Dropping the last clone reports that it is.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Open(Arc<Mark>);
+
 #[derive(Debug, Default)]
-pub(super) struct Open(Arc<Latch>);
+struct Mark(Arc<Latch>);
 
 #[derive(Debug, Default)]
 struct Latch {
@@ -24,13 +27,10 @@ struct Latch {
 }
 
 impl Closing {
-    /// For metadata on a server: a child never uses the connections that it inherits.
-    pub(super) const NONE: Closing = Closing(None);
-
-    /// Waits, at most `limit`. Returns whether the file is closed. Not to be called by a thread that uses the file.
+    /// Waits, at most `limit`. Returns whether all is closed. A thread that uses the metadata must not call it.
     #[must_use]
     pub fn wait(&self, limit: Duration) -> bool {
-        let Some(latch) = &self.0 else { return true };
+        let latch = &self.0;
         let mut is_closed = latch.is_closed.lock();
         let until = Instant::now() + limit;
         while !*is_closed {
@@ -43,12 +43,13 @@ impl Closing {
 }
 
 impl Open {
-    pub(super) fn closing(&self) -> Closing {
-        Closing(Some(Arc::clone(&self.0)))
+    /// Waits for the drop of this and of all its clones.
+    pub(crate) fn closing(&self) -> Closing {
+        Closing(Arc::clone(&self.0.0))
     }
 }
 
-impl Drop for Open {
+impl Drop for Mark {
     fn drop(&mut self) {
         *self.0.is_closed.lock() = true;
         self.0.changed.notify_all();

@@ -30,7 +30,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::{self, Checkpoints};
-use super::closing::Closing;
+use super::closing::Open;
 use super::committer;
 use super::engine::{Durability, Engine, FileIdentity, Order, Pairs, ReadTxn, WriteTxn};
 use super::group_state::{Batch, State};
@@ -311,9 +311,9 @@ impl Group {
         }
     }
 
-    /// See [`Sqlite::closing`].
-    pub(crate) fn closing(&self) -> Closing {
-        self.shared.engine.closing()
+    /// See [`Sqlite::open_mark`].
+    pub(crate) fn open_mark(&self) -> Open {
+        self.shared.engine.open_mark()
     }
 
     /// See [`Engine::file_identity`].

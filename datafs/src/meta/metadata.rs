@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use super::closing::Closing;
+use super::closing::Open;
 use super::engine::{Durability, Engine, FileIdentity, Order, Outcome, Pair, Pairs, ReadTxn, WriteTxn};
 use super::group::Group;
 use super::keys;
@@ -172,11 +172,11 @@ impl Metadata {
         }
     }
 
-    /// Waits until this process has closed the metadata file; does not keep it open.
-    pub(crate) fn closing(&self) -> Closing {
+    /// A mark that is part of the open metadata file. A child never uses connections to a server that it inherits.
+    pub(crate) fn open_mark(&self) -> Open {
         match &self.0 {
-            Kind::Direct(_) => Closing::NONE,
-            Kind::Group(group) => group.closing(),
+            Kind::Direct(_) => Open::default(),
+            Kind::Group(group) => group.open_mark(),
         }
     }
 

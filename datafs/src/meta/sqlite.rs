@@ -25,7 +25,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
 use self::fault::{is_busy, translate};
 use super::change_log;
-use super::closing::{Closing, Open};
+use super::closing::Open;
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, FileIdentity, Order, Pair, ReadTxn, WriteTxn};
 use super::file_space::{FileSpace, free_bytes};
@@ -271,9 +271,9 @@ impl Sqlite {
         &self.path
     }
 
-    /// Waits until this is closed; does not keep it open.
-    pub(crate) fn closing(&self) -> Closing {
-        self.open.closing()
+    /// Dropped with the file.
+    pub(crate) fn open_mark(&self) -> Open {
+        self.open.clone()
     }
 
     /// Whether no other file has the path of this one. While the path leads nowhere, as when a folder above

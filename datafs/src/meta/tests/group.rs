@@ -410,7 +410,7 @@ fn a_process_whose_file_was_replaced_writes_and_reads_nothing_more() {
 fn closing_waits_for_a_thread_that_still_reads() {
     let dir = tempfile::tempdir().unwrap();
     let meta = Arc::new(metadata(dir.path()));
-    let closing = meta.closing();
+    let closing = meta.open_mark().closing();
     let (reading, is_reading) = mpsc::channel();
     let (go_on, may_go_on) = mpsc::channel::<()>();
     let reader = std::thread::spawn({
