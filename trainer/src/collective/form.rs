@@ -8,7 +8,7 @@
 //! After the proofs, a rank offers shared memory to the next one, which answers whether it has mapped it
 //! ([`super::offer`]). The offer is empty unless both may be on one machine.
 use std::collections::VecDeque;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
@@ -17,6 +17,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream, lookup_host};
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
@@ -34,6 +35,9 @@ use crate::proof::{NONCE_BYTES, PROOF_BYTES, is_valid, prove};
 const HANDSHAKES_MAX: usize = 64;
 /// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the kernel may take to give memory for an offer. Under pressure that may be seconds, and the neighbor would
+/// end the handshake: the connection then stays on TCP.
+const MEMORY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Unanswered probes after which a link is gone, and the kernel's shortest interval between them.
 const PROBES: u32 = 3;
 const PROBE_MIN: Duration = Duration::from_secs(1);
@@ -323,14 +327,17 @@ async fn offer_memory(
     options: &Options,
 ) -> Result<Memory, String> {
     let (epoch, rank) = (header.epoch, header.bucket);
-    let size = offer::size(options).filter(|_| is_local(stream));
-    let offered = size.and_then(|size| match offer::create(size) {
-        Ok(offered) => Some(offered),
-        Err(reason) => {
-            tracing::debug!(epoch, rank, reason, "no shared memory for the next rank");
-            None
-        }
-    });
+    let offered = match offer::size(options) {
+        None => Err("it is off, or no frame is large enough".to_owned()),
+        Some(_) if !is_local(stream) => Err("its address is not that of this rank".to_owned()),
+        Some(size) => match timeout(MEMORY_TIMEOUT, spawn_blocking(move || offer::create(size))).await {
+            Ok(created) => created.unwrap_or_else(|error| Err(error.to_string())),
+            Err(_) => Err(format!("the kernel gave none within {} ms", MEMORY_TIMEOUT.as_millis())),
+        },
+    };
+    let offered = offered
+        .inspect_err(|reason| tracing::debug!(epoch, rank, reason, "no shared memory for the next rank"))
+        .ok();
     let (sent, received) = seals.as_mut().map(|[sent, received]| (sent, received)).unzip();
     let payload = offered.as_ref().map_or([0; OFFER_BYTES], |offered| offered.offer.encode());
     send_sealed(stream, sent, &Header { kind: Kind::Offer, ..*header }, payload.to_vec()).await?;
@@ -376,7 +383,9 @@ async fn take_memory(
 /// Whether both ends of a connection may be on one machine: it does not leave its address.
 fn is_local(stream: &TcpStream) -> bool {
     let (own, theirs) = (stream.local_addr(), stream.peer_addr());
-    own.is_ok_and(|own| theirs.is_ok_and(|theirs| own.ip() == theirs.ip()))
+    // A machine's own name often leads to another address of loopback.
+    let is_one = |own: IpAddr, theirs: IpAddr| own == theirs || (own.is_loopback() && theirs.is_loopback());
+    own.is_ok_and(|own| theirs.is_ok_and(|theirs| is_one(own.ip(), theirs.ip())))
 }
 
 /// Sends a frame after the proofs, encrypted in an encrypted ring.

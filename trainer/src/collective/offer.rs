@@ -6,13 +6,15 @@
 //! proves that the path leads to the file of the offer, since a process id has another meaning elsewhere.
 //!
 //! The file has no name in a file system, so nothing is left when a process dies. It is allocated as a whole
-//! before it is offered: a machine without memory fails here and not at a later write.
+//! before it is offered, so that a full file system of memory fails here and not at a later write. At the limit of a memory
+//! cgroup the kernel may end a process instead.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 
+use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
@@ -27,6 +29,8 @@ use crate::proof::{NONCE_BYTES, Nonce, nonce};
 pub(super) const OFFER_BYTES: usize = BOOT_BYTES + 4 + 4 + 8 + NONCE_BYTES;
 /// The most bytes of a ring of bytes.
 pub(super) const SIZE_MAX: usize = 16 << 20;
+/// Calls to allocate the file, each of which a signal may interrupt.
+const ATTEMPTS: u32 = 10;
 /// Length of the id of a machine's boot.
 const BOOT_BYTES: usize = 36;
 const BOOT_FILE: &str = "/proc/sys/kernel/random/boot_id";
@@ -86,7 +90,15 @@ fn memory_file(size: usize) -> io::Result<File> {
     // Kernels before 6.3 do not know this flag, which later ones may demand.
     let not_executable = MFdFlags::from_bits_retain(libc::MFD_NOEXEC_SEAL);
     let file = File::from(create(not_executable).or_else(|_| create(MFdFlags::empty()))?);
-    fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t)?;
+    let mut attempts = ATTEMPTS;
+    loop {
+        attempts -= 1;
+        match fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t) {
+            // The kernel does not go on by itself after a signal.
+            Err(Errno::EINTR) if attempts > 0 => {}
+            allocated => break allocated?,
+        }
+    }
     let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
     fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
     Ok(file)
