@@ -37,7 +37,7 @@ const HANDSHAKES_MAX: usize = 64;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the kernel may take to give memory for an offer. Under pressure that may be seconds, and the neighbor would
 /// end the handshake: the connection then stays on TCP.
-const MEMORY_TIMEOUT: Duration = Duration::from_millis(500);
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Unanswered probes after which a link is gone, and the kernel's shortest interval between them.
 const PROBES: u32 = 3;
 const PROBE_MIN: Duration = Duration::from_secs(1);
@@ -332,7 +332,7 @@ async fn offer_memory(
         Some(_) if !is_local(stream) => Err("its address is not that of this rank".to_owned()),
         Some(size) => match timeout(MEMORY_TIMEOUT, spawn_blocking(move || offer::create(size))).await {
             Ok(created) => created.unwrap_or_else(|error| Err(error.to_string())),
-            Err(_) => Err(format!("the kernel gave none within {} ms", MEMORY_TIMEOUT.as_millis())),
+            Err(_) => Err(format!("the kernel gave none within {} s", MEMORY_TIMEOUT.as_secs())),
         },
     };
     let offered = offered

@@ -47,8 +47,16 @@ fn on_ring<T: Send>(world: usize, options: &Options, work: impl Fn(usize, Ring<'
 
 /// As [`on_ring`], with the options of each rank.
 fn on_ranks<T: Send>(options: &[Options], work: impl Fn(usize, Ring<'_>) -> T + Sync) -> Vec<T> {
+    on_ranks_at(LOCAL, options, work)
+}
+
+fn on_ranks_at<T: Send>(
+    ip: IpAddr,
+    options: &[Options],
+    work: impl Fn(usize, Ring<'_>) -> T + Sync,
+) -> Vec<T> {
     let bound: Vec<_> =
-        options.iter().map(|options| Collective::bind(LOCAL, options.clone()).unwrap()).collect();
+        options.iter().map(|options| Collective::bind(ip, options.clone()).unwrap()).collect();
     let addresses: Vec<String> = bound.iter().map(|member| member.address().to_string()).collect();
     thread::scope(|scope| {
         let ranks: Vec<_> = bound

@@ -80,6 +80,17 @@ fn sums_have_the_same_bits_with_and_without_shared_memory() {
 }
 
 #[test]
+fn ranks_at_the_own_name_of_a_machine_share_memory() {
+    // Debian's /etc/hosts leads there; the connection comes from 127.0.0.1.
+    let own_name = IpAddr::V4(Ipv4Addr::new(127, 0, 1, 1));
+    let shared = on_ranks_at(own_name, &vec![around(); 2], |_, mut ring| {
+        ring.all_reduce(1, &mut [1i64; 1 << 14]).unwrap();
+        ring.shared_bytes()
+    });
+    assert!(shared.iter().flatten().all(|bytes| bytes.is_some_and(|bytes| bytes > 0)), "{shared:?}");
+}
+
+#[test]
 fn thousands_of_sums_keep_their_positions() {
     let (sums, elements) = (3000, 1 << 13);
     let options = Options { bucket_elements_max: elements, ..around() };
