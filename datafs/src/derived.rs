@@ -2,7 +2,7 @@
 //!
 //! It is a cache. Any entry may be missing at any time: the oldest ones of a volume are replaced beyond
 //! [`DERIVED_ENTRIES_MAX`], a deleted snapshot takes its entries along, and a backup holds none. Contents are verified
-//! by their SHA-256. An entry belongs to the number of its snapshot, which no other snapshot of the volume ever has.
+//! by their SHA-256. Encrypted volumes have none: entries are not encrypted. An entry belongs to the number of its snapshot, which no other snapshot of the volume ever has.
 
 use crate::error::{Error, Result};
 use crate::fs::View;
@@ -30,8 +30,8 @@ impl View {
     }
 
     /// Keeps what was computed from this snapshot, in the place of an earlier entry of the name. One short transaction,
-    /// or none if the entry is there. Not durable: a power failure may lose it. Returns false where a newer program
-    /// keeps the entries.
+    /// or none if the entry is there. Not durable: a power failure may lose it. Returns false, and keeps nothing, where a
+    /// newer program keeps the entries and for an encrypted volume.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a live volume or a name that is empty or too long, [`Error::TooLarge`] beyond
@@ -47,7 +47,10 @@ impl View {
         self.shared.meta.check_reserve()?;
         self.shared.meta.transact(Durability::Relaxed, |txn| {
             // Of the volume, too: its snapshots keep their rows while it is being deleted.
-            VolumeRow::get(txn.as_read(), self.volume)?;
+            let volume = VolumeRow::get(txn.as_read(), self.volume)?;
+            if volume.key.is_some() {
+                return Ok(false);
+            }
             SnapshotRow::get(txn.as_read(), self.volume, snapshot)?;
             derived::put(txn, self.volume, snapshot, name, content)
         })

@@ -68,6 +68,7 @@ pub mod fuzzing;
 mod garbage;
 mod gc;
 mod identity;
+mod inherited;
 mod meta;
 mod meta_url;
 mod metrics;
@@ -103,6 +104,7 @@ pub use fs::{
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
+pub use inherited::close_inherited_locks;
 pub use meta::closing::Closing;
 pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};

@@ -25,6 +25,7 @@ use parking_lot::Mutex;
 use crate::deletion_record;
 use crate::error::{Error, Result};
 use crate::failpoint;
+use crate::inherited::Held;
 use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
@@ -42,7 +43,7 @@ pub(crate) struct Session {
     /// Folder of its file, if it has one.
     directory: Option<PathBuf>,
     /// Held until the process ends.
-    lock: Mutex<Option<Flock<File>>>,
+    lock: Mutex<Option<(Held, Flock<File>)>>,
     /// Something is left that another process has to remove.
     unclean: AtomicBool,
 }
@@ -65,7 +66,7 @@ impl Session {
             return Ok(Session {
                 id,
                 directory: Some(directory.to_owned()),
-                lock: Mutex::new(Some(lock)),
+                lock: Mutex::new(Some((Held::new(&lock), lock))),
                 unclean: AtomicBool::new(false),
             });
         }
@@ -85,7 +86,7 @@ impl Session {
 
     /// The locked file, if the session has one. While any process has it open, the session counts as alive.
     pub(crate) fn lock_file(&self) -> io::Result<Option<OwnedFd>> {
-        self.lock.lock().as_ref().map(|lock| lock.try_clone().map(OwnedFd::from)).transpose()
+        self.lock.lock().as_ref().map(|(_, lock)| lock.try_clone().map(OwnedFd::from)).transpose()
     }
 
     /// Records that an object may be left behind, so that the row must outlive the process.

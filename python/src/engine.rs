@@ -16,7 +16,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard, mpsc};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::{Closing, Datafs, OpenFile, StagedWriter};
@@ -56,11 +57,19 @@ struct Settings {
     streams: millrace_streams::Config,
 }
 
+/// Something that nothing uses any more, by its number.
+pub(crate) enum GivenUp {
+    Reading(u64),
+    File(u64),
+    Writer(u64),
+}
+
 struct Process {
     pid: u32,
     engine: RwLock<Option<Engine>>,
     /// Metadata that was closed, but is open as long as a thread reads.
     closing: Mutex<Vec<Closing>>,
+    given_up: Mutex<Vec<GivenUp>>,
     /// Whether the engine is open, or was when this process was forked.
     open: AtomicBool,
     inherited: bool,
@@ -90,8 +99,12 @@ fn with_engine<T>(call: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
     if process.inherited {
         return Err(Failure::Inherited);
     }
+    if is_forking() {
+        return Err(Failure::Forking);
+    }
     loop {
         if let Some(engine) = &*process.engine.read().unwrap_or_else(PoisonError::into_inner) {
+            process.release(engine);
             return call(engine);
         }
         let mut engine = process.engine.write().unwrap_or_else(PoisonError::into_inner);
@@ -102,25 +115,66 @@ fn with_engine<T>(call: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
     }
 }
 
-/// Runs a call with this process's engine if it runs, and waits for nothing.
-pub(crate) fn with_running(call: impl FnOnce(&Engine)) {
-    if let Ok(engine) = process().engine.try_read()
+/// Closes something that nothing uses any more, and waits for nothing: while a fork waits, that closes it.
+pub(crate) fn give_up(thing: GivenUp) {
+    let process = process();
+    if process.inherited {
+        return;
+    }
+    lock(&process.given_up).push(thing);
+    if let Ok(engine) = process.engine.try_read()
         && let Some(engine) = &*engine
     {
-        call(engine);
+        process.release(engine);
     }
 }
 
+/// Whether this thread forks at the moment. It would wait for itself for the engine.
+fn is_forking() -> bool {
+    FORKING.with_borrow(Option::is_some)
+}
+
 impl Process {
-    /// Closes everything, and waits until it is closed. What is not closed in time counts as open.
-    fn close(&self, engine: &mut Option<Engine>) {
+    /// Closes everything. Waits for the last commits, at most `limit`, and at most [`PATIENCE`] for calls that still run.
+    /// What is not closed by then counts as open, and is closed later.
+    fn close(&self, engine: &mut Option<Engine>, limit: Duration) {
+        let until = Instant::now() + PATIENCE;
         let mut closing = lock(&self.closing);
         if let Some(engine) = engine.take() {
             closing.extend(lock(&engine.homes).values().map(|(_, volumes, _)| volumes.closing()));
+            let (done, ended) = mpsc::channel::<()>();
+            // The last commit may wait for another process for longer. Without a thread, the engine ends in the call.
+            let ending = thread::Builder::new().name("millrace-close".into()).spawn(move || {
+                drop(engine);
+                drop(done);
+            });
+            if ending.is_ok() {
+                // Disconnected at the end.
+                ended.recv_timeout(limit).ok();
+            }
         }
-        let until = Instant::now() + PATIENCE;
         closing.retain(|home| !home.wait(until.saturating_duration_since(Instant::now())));
+        if !closing.is_empty() {
+            let seconds = PATIENCE.as_secs();
+            tracing::warn!(
+                homes = closing.len(),
+                "calls keep volumes open for longer than {seconds} s: a child that is \
+                forked now cannot use Millrace"
+            );
+        }
         self.open.store(self.inherited || !closing.is_empty(), Ordering::Release);
+    }
+
+    /// Closes what was given up.
+    fn release(&self, engine: &Engine) {
+        let given_up = std::mem::take(&mut *lock(&self.given_up));
+        for thing in given_up {
+            match thing {
+                GivenUp::Reading(number) => drop(engine.readings.take(number)),
+                GivenUp::File(number) => drop(engine.files.take(number)),
+                GivenUp::Writer(number) => drop(engine.writers.take(number)),
+            }
+        }
     }
 }
 
@@ -139,6 +193,7 @@ fn process() -> &'static Process {
         pid,
         engine: RwLock::new(None),
         closing: Mutex::default(),
+        given_up: Mutex::default(),
         open: AtomicBool::new(inherited),
         inherited,
     }));
@@ -154,12 +209,19 @@ fn process() -> &'static Process {
 #[pyfunction]
 pub(crate) fn before_fork(py: Python<'_>) {
     py.detach(|| {
+        // The hooks of a module that was loaded twice.
+        if is_forking() {
+            return;
+        }
         let process = process();
         let mut engine = process.engine.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(engine) = &*engine {
+            process.release(engine);
+        }
         match &*engine {
             Some(open) if !open.writers.is_empty() => open.pause_serving(),
             // Also waits for what an earlier close has left open.
-            _ => process.close(&mut engine),
+            _ => process.close(&mut engine, PATIENCE),
         }
         FORKING.set(Some(engine));
     });
@@ -179,6 +241,7 @@ pub(crate) fn after_fork_in_parent() {
 #[pyfunction]
 pub(crate) fn after_fork_in_child() {
     std::mem::forget(FORKING.take());
+    millrace_datafs::close_inherited_locks();
 }
 
 /// Closes all homes, feeds and files of this process. What is used again is opened again, except for files that are
@@ -186,8 +249,13 @@ pub(crate) fn after_fork_in_child() {
 #[pyfunction]
 pub(crate) fn close(py: Python<'_>) {
     py.detach(|| {
+        // In a fork hook: the fork has closed it, or the parent must keep it open.
+        if is_forking() {
+            return;
+        }
         let process = process();
-        process.close(&mut process.engine.write().unwrap_or_else(PoisonError::into_inner));
+        // A commit waits as long as the configuration allows.
+        process.close(&mut process.engine.write().unwrap_or_else(PoisonError::into_inner), Duration::MAX);
     });
 }
 

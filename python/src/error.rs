@@ -50,9 +50,12 @@ pub(crate) enum Failure {
     /// The process was forked while its parent had something open.
     #[error(
         "this process was forked while Millrace was open in its parent: close files that are being written before \
-         forking, and let Python fork, or start the process by the method \"spawn\""
+         forking, and let Python fork, or start the process by the method \"spawn\" (the parent warns where a call has \
+         kept a volume open)"
     )]
     Inherited,
+    #[error("this process is forking: Millrace cannot be used in a fork hook")]
+    Forking,
 }
 
 impl Failure {
@@ -65,7 +68,7 @@ impl Failure {
             Failure::Arrow(_) | Failure::Threads(_) => Exit::Failed,
             Failure::NoForm { .. } | Failure::Usage(_) => Exit::Usage,
             Failure::Null { .. } | Failure::NullInGroup { .. } | Failure::Closed { .. } => Exit::Conflict,
-            Failure::Inherited => Exit::Unavailable,
+            Failure::Inherited | Failure::Forking => Exit::Unavailable,
         }
     }
 

@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::columns::{Columns, Format, RecordBatch, Schema};
-use crate::engine::{self, Engine, lock};
+use crate::engine::{self, Engine, GivenUp, lock};
 use crate::error::{Failure, Result};
 
 /// How long a wait for a batch may delay Ctrl-C and a fork.
@@ -500,7 +500,7 @@ impl Batches {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        engine::with_running(|engine| drop(engine.readings.take(self.number)));
+        engine::give_up(GivenUp::Reading(self.number));
     }
 }
 

@@ -10,7 +10,7 @@ use millrace_datafs::{
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::engine::{self, Engine, lock};
+use crate::engine::{self, Engine, GivenUp, lock};
 use crate::error::{Failure, Result};
 
 /// Attempts to open a path whose file is replaced again and again before it can be opened.
@@ -265,7 +265,7 @@ impl File {
 
     /// Closes the file.
     fn close(&self) {
-        engine::with_running(|engine| drop(engine.files.take(self.number)));
+        engine::give_up(GivenUp::File(self.number));
     }
 }
 
@@ -304,7 +304,7 @@ impl Writer {
 
     /// Gives up what was written.
     fn discard(&self) {
-        engine::with_running(|engine| drop(engine.writers.take(self.number)));
+        engine::give_up(GivenUp::Writer(self.number));
     }
 }
 

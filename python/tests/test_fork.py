@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import select
+import subprocess
 import threading
 import traceback
 import unittest
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import millrace
-from support import DATASET, DEADLINE_S, HomeCase, digest, ids_of
+from support import DATASET, DEADLINE_S, HomeCase, digest, ids_of, python, run
 
 
 def read(feed: millrace.Feed, answers: Any) -> None:
@@ -98,6 +99,56 @@ class ForkTest(HomeCase):
         self.assertFalse(thread.is_alive())
         epochs = len(read) // 1_000 + 1
         self.assertEqual(digest(read), digest(self.order(epochs=epochs)[: len(read)]))
+
+    def test_millrace_is_refused_in_fork_hooks(self) -> None:
+        code = """
+import importlib, os
+said = []
+
+def hook():
+    try:
+        said.append(volume.list("/"))
+    except Exception as error:
+        said.append(type(error).__name__)
+    millrace.close()
+
+# Hooks after a fork run in the order of their registration.
+os.register_at_fork(after_in_parent=hook, after_in_child=hook)
+import millrace
+importlib.reload(millrace)
+volume = millrace.Volume("digits", home=os.environ["HOME_DIR"])
+volume.list("/")
+child = os.fork()
+volume.list("/")
+if child == 0:
+    os._exit(0 if said == ["UnavailableError"] else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert said == ["UnavailableError"], said
+"""
+        forking = python(self.home, code)
+        errors = forking.communicate(timeout=DEADLINE_S)[1]
+        self.assertEqual(forking.returncode, 0, errors)
+
+    def test_the_child_of_a_killed_parent_does_not_block_writers(self) -> None:
+        code = """
+import os, sys
+import millrace
+volume = millrace.Volume("digits", home=os.environ["HOME_DIR"])
+out = volume.open("/written", "wb")
+volume.snapshot("before")
+if os.fork() == 0:
+    print("child", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.read()
+"""
+        parent = python(self.home, code, stdin=subprocess.PIPE)
+        self.assertEqual(parent.stdout.readline(), "child\n")
+        parent.kill()
+        parent.wait(DEADLINE_S)
+        # The child lives until its input ends.
+        run(self.home, "snapshot", "create", "digits@after")
+        parent.communicate()
 
     def test_a_child_inherits_no_open_metadata(self) -> None:
         # Objects have no locks, so a thread that still reads one does no harm.

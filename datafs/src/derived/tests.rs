@@ -2,13 +2,14 @@
 use std::path::Path;
 
 use super::*;
-use crate::config::Config;
+use crate::config::{Config, FromFile, Secret};
 use crate::datafs::Datafs;
 use crate::fs::tests::rows;
 use crate::meta::engine::WriteTxn;
 use crate::meta::keys;
 use crate::meta::postgres::tests::server::Server;
 use crate::publish::Publish;
+use crate::volume::VolumeOptions;
 
 const NAME: &str = "feed/1/dataset/0123";
 
@@ -266,4 +267,21 @@ fn what_cannot_be_kept_is_refused() {
     assert!(view(&datafs, "v").derived_get(NAME).is_err());
     assert_eq!(pairs(&datafs), []);
     assert!(at.derived_put(&"n".repeat(DERIVED_NAME_BYTES_MAX), &vec![0; DERIVED_BYTES_MAX]).unwrap());
+}
+
+#[test]
+fn an_encrypted_volume_has_none() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("key");
+    std::fs::write(&file, [1; 32]).unwrap();
+    let encryption_keys = [("main".to_owned(), Secret::File(FromFile { file }))].into();
+    let datafs = Datafs::open(home.path(), &Config { encryption_keys, ..config() }).unwrap();
+    let (name, snapshot) = ("v".parse().unwrap(), "a".parse().unwrap());
+    let options = VolumeOptions { encryption_key: Some("main".to_owned()), ..VolumeOptions::default() };
+    datafs.volume_create_with(&name, &options).unwrap();
+    datafs.snapshot_create(&name, &snapshot).unwrap();
+    let at = view(&datafs, "v@a");
+    assert!(!at.derived_put(NAME, b"which rows").unwrap());
+    assert_eq!(at.derived_get(NAME).unwrap(), None);
+    assert_eq!(pairs(&datafs), []);
 }

@@ -93,6 +93,8 @@ pub(super) struct Shared {
     syncs: AtomicU64,
     #[cfg(test)]
     pub(super) faults: Option<Arc<super::faulty::Faults>>,
+    /// Dropped last, after the writer lock.
+    _open_mark: Open,
 }
 
 impl fmt::Debug for Group {
@@ -123,6 +125,7 @@ impl Group {
             }
             reserve.restore();
         }
+        let open_mark = engine.open_mark();
         let shared = Arc::new(Shared {
             engine,
             turn,
@@ -159,6 +162,7 @@ impl Group {
             syncs: AtomicU64::new(0),
             #[cfg(test)]
             faults: super::faulty::at(super::faulty::Place::Inside),
+            _open_mark: open_mark,
         });
         let threads = committer::start(&shared)?;
         Ok(Group { shared, threads: Mutex::new(threads) })

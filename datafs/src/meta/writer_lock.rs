@@ -22,6 +22,7 @@ use super::change_log::ChangeLog;
 use super::reserve::allocate;
 use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
 use crate::error::{Error, Result};
+use crate::inherited::Held;
 
 /// Marks a page of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrturn1");
@@ -34,6 +35,8 @@ const LEAVE_TO_OTHERS: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(crate) struct WriterLock {
     path: PathBuf,
+    /// Dropped before the file.
+    _held: Held,
     file: File,
     page: SharedPage,
     log: ChangeLog,
@@ -70,6 +73,7 @@ impl WriterLock {
         let log = ChangeLog::new(file.try_clone().map_err(fail)?);
         let mut turn = WriterLock {
             path,
+            _held: Held::new(&file),
             file,
             page,
             log,

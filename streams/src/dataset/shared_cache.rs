@@ -6,13 +6,15 @@
 //! The metadata adds the number of the snapshot and a SHA-256, and removes entries with their snapshot. Entries that
 //! are large after compression stay in the home.
 //!
-//! The second level is never an error: what cannot be read or written there is logged, and the plan is made without.
+//! The second level is never an error: what cannot be read or written there is logged, and the plan is made without. Plans
+//! of volumes with an encryption key stay in the home: they tell schemas and which rows a condition selects.
 
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::{DERIVED_BYTES_MAX, View};
+use parking_lot::Mutex;
 
 use super::DatasetCache;
 use super::cache::ENTRY_BYTES_MAX;
@@ -24,6 +26,11 @@ const VERSION: u32 = 1;
 const ZSTD_LEVEL: i32 = 3;
 /// Longest wait for the metadata to take an entry. Beyond it, storing goes on beside the reader.
 const STORE_WAIT: Duration = Duration::from_secs(5);
+
+/// How long this process stores nothing in metadata after that has taken longer than [`STORE_WAIT`].
+const QUIET: Duration = Duration::from_secs(60);
+
+static QUIET_UNTIL: Mutex<Option<Instant>> = Mutex::new(None);
 
 /// The cache of one snapshot.
 pub(crate) struct SharedCache {
@@ -54,6 +61,9 @@ impl SharedCache {
 
     /// Stores an entry in the metadata, and waits for that for a bounded time.
     fn share(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        if QUIET_UNTIL.lock().is_some_and(|until| Instant::now() < until) {
+            return Err("the metadata took too long for another entry".to_owned());
+        }
         let content = zstd::bulk::compress(value, ZSTD_LEVEL).map_err(|error| error.to_string())?;
         if content.len() > DERIVED_BYTES_MAX {
             return Ok(());
@@ -73,7 +83,10 @@ impl SharedCache {
             .map_err(|error| format!("cannot start a thread: {error}"))?;
         match outcome.recv_timeout(STORE_WAIT) {
             Ok(stored) => stored.map_err(|error| error.to_string()),
-            Err(_) => Err(format!("the metadata takes longer than {} s", STORE_WAIT.as_secs())),
+            Err(_) => {
+                *QUIET_UNTIL.lock() = Some(Instant::now() + QUIET);
+                Err(format!("the metadata takes longer than {} s", STORE_WAIT.as_secs()))
+            }
         }
     }
 }
