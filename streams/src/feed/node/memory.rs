@@ -236,6 +236,10 @@ pub(super) fn receive(socket: RawFd) -> io::Result<([u8; MESSAGE_BYTES], Option<
     if len == 0 {
         return Err(ErrorKind::UnexpectedEof.into());
     }
+    // The kernel drops a descriptor for which this process has no number left.
+    if header.msg_flags & libc::MSG_CTRUNC != 0 && files.is_empty() {
+        return Err(Errno::EMFILE.into());
+    }
     let is_cut = header.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
     if is_cut || len as usize != MESSAGE_BYTES || files.len() > 1 {
         return Err(io::Error::new(ErrorKind::InvalidData, "a message of another form"));

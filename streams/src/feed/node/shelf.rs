@@ -102,9 +102,11 @@ impl Shelf {
             }
             Some(Slot::Claimed(_)) if has_waited => Answer::Alone,
             Some(Slot::Claimed(done)) => Answer::Wait(done.clone()),
-            // Other servers of this process keep as many files as it may have.
-            None if table.files == 0 && self.descriptors.files.is_spent() => Answer::Alone,
             None => {
+                // Other servers of this process keep as many files as it may have.
+                if table.files == 0 && self.descriptors.files.is_spent() {
+                    return Answer::Alone;
+                }
                 let done = CancellationToken::new();
                 table.slots.insert(group, Slot::Claimed(done.clone()));
                 Answer::Decode(Claim { shelf: Arc::clone(self), group, done })
@@ -119,9 +121,12 @@ impl Shelf {
         }
         let mut table = self.table.lock();
         table.slots.retain(|_, slot| matches!(slot, Slot::Claimed(_)));
-        (table.bytes, table.files) = (0, 0);
+        let files = std::mem::take(&mut table.files);
+        table.bytes = 0;
         drop(table);
-        tracing::warn!(%error, "shared row groups were dropped; raise the limit of open files (ulimit -n)");
+        if files > 0 {
+            tracing::warn!(%error, files, "shared row groups were dropped; raise the limit of open files (ulimit -n)");
+        }
     }
 
     /// Bytes that are held.
