@@ -66,13 +66,14 @@ async fn a_server_without_a_spare_connection_says_so_at_once() {
     let (one, other) = (ends.spending(&descriptors), ends.end());
     let decoded = AtomicU32::new(0);
     read(&one, 0, &decoded).await;
-    let spare = loop {
-        // The server gives the connections of the first question back when it has seen their end.
-        match (descriptors.connections.hold(), descriptors.connections.held()) {
-            (Some(held), 1) => break held,
-            _ => tokio::task::yield_now().await,
+    // The server gives the connection of the first question back when it has seen its end.
+    let is_free = async {
+        while descriptors.connections.held() > 0 {
+            tokio::task::yield_now().await;
         }
     };
+    timeout(DEADLINE, is_free).await.expect("the connection has ended");
+    let spare = descriptors.connections.hold().unwrap();
     let last = descriptors.connections.hold().unwrap();
     assert_eq!(read(&other, 0, &decoded).await, batch(0));
     assert_eq!(read(&one, 0, &decoded).await, batch(0));

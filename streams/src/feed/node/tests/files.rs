@@ -114,8 +114,8 @@ fn compressed_messages_are_refused() {
 fn moved(file: &OwnedFd, by: usize) -> Buffer {
     let bytes = map(file).unwrap();
     let mut buffer = MutableBuffer::new(by + bytes.len());
-    buffer.extend_from_slice(&vec![0; by]);
-    buffer.extend_from_slice(&bytes);
+    buffer.extend_from_slice(&vec![0u8; by]);
+    buffer.extend_from_slice(bytes.as_slice());
     Buffer::from(buffer).slice(by)
 }
 
