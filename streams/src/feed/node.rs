@@ -1,14 +1,15 @@
 //! Cache of decoded row groups that the processes of a node share.
 //!
 //! The processes of one user that read the same row groups and columns of one snapshot ([`Scope`]) meet at an abstract
-//! Unix socket. The process that binds it serves, all of them ask. Both ends of a connection first prove that they can read
-//! the home ([`proof`]), since containers may share users and sockets without sharing files. A row group is one Arrow IPC stream in a sealed memory
-//! file, which every process maps. The first process that asks for a row group gets the claim to decode it; others wait.
+//! Unix socket. The process that binds it serves, all of them ask. Both ends of a connection first prove that they can
+//! read the home ([`proof`]), since containers may share users and sockets without sharing files. A row group is one Arrow
+//! IPC stream in a sealed memory file, which every process maps. The first process that asks for a row group gets the claim
+//! to decode it; others wait.
 //!
 //! Invariants:
 //! - No process depends on another one: each wait has a limit. After an error the process decodes on its own, and asks
-//!   nothing for [`Limits::quiet`], longer after each further error. Errors of questions from before that count as one. The
-//!   end of a server while a process waits is no error: the process asks once more.
+//!   nothing for [`Limits::quiet`], longer after each further error. Questions that began before an error add
+//!   no further one. The end of a server while a process waits is no error: the process asks once more.
 //! - No deadlock: a process takes its decoding permit before it asks, and gets a claim in answer to a question only. So a
 //!   holder of a claim waits for its decoding and for answers that the server gives at once, never for a permit or a claim.
 //!   A process that waits for the claim of another one holds neither: it gives its permit back first.
@@ -279,7 +280,7 @@ impl NodeCache {
         }
     }
 
-    /// Waits until the claim of another process has ended, or the server: its address is free then, or has another server.
+    /// Waits until the claim of another process has ended, or its server has: the address is free then, or has a new one.
     async fn wait(&self, line: &Line, group: u32) -> io::Result<()> {
         let reply = match within(self.limits.wait, line.receive()).await {
             Err(error) if is_end(&error) => return Ok(()),

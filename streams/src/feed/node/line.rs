@@ -89,7 +89,7 @@ pub(super) struct Message {
 pub(super) struct Line {
     stream: UnixStream,
     /// Given back after the stream is closed.
-    held: Option<Held>,
+    _held: Option<Held>,
 }
 
 impl Drop for Line {
@@ -114,7 +114,7 @@ impl Listener {
     }
 
     pub(super) async fn accept(&self) -> io::Result<Line> {
-        Ok(Line { stream: self.0.accept().await?.0, held: None })
+        Ok(Line { stream: self.0.accept().await?.0, _held: None })
     }
 
     #[cfg(test)]
@@ -125,12 +125,12 @@ impl Listener {
 
 impl Line {
     pub(super) async fn connect(address: &Path) -> io::Result<Self> {
-        Ok(Self { stream: UnixStream::connect(address).await?, held: None })
+        Ok(Self { stream: UnixStream::connect(address).await?, _held: None })
     }
 
     /// This connection, as one of a budget.
     pub(super) fn holding(mut self, held: Held) -> Self {
-        self.held = Some(held);
+        self._held = Some(held);
         self
     }
 
@@ -139,8 +139,8 @@ impl Line {
         memory::send(self.stream.as_raw_fd(), &message(Kind::Alone, 0, None), None)
     }
 
-    /// Refuses processes of other users: abstract addresses have no permissions. Those of this user prove that they can read
-    /// the home.
+    /// Refuses processes of other users: abstract addresses have no permissions. Those of this user prove that they can
+    /// read the home.
     pub(super) fn check_peer(&self) -> io::Result<()> {
         if is_own_user(self.stream.peer_cred()?.uid(), geteuid().as_raw(), overflow_uid()) {
             return Ok(());

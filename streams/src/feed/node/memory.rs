@@ -153,8 +153,8 @@ pub(super) fn decode(bytes: &Buffer, schema: &SchemaRef, rows: usize) -> Result<
     RecordBatch::try_new_with_options(Arc::clone(schema), found.columns().to_vec(), &options)
 }
 
-/// The end of the first message. Refuses compressed messages, which decompress to sizes that nothing limits, and additions
-/// to dictionaries, each of which copies the dictionary.
+/// The end of the first message. Refuses compressed messages, which decompress to sizes that nothing limits. Refuses
+/// additions to dictionaries, each of which copies the dictionary.
 fn check_messages(mut bytes: &[u8]) -> Result<usize, ArrowError> {
     let mut first_end = None;
     while let Some((head, rest)) = bytes.split_at_checked(MESSAGE_HEAD_BYTES) {

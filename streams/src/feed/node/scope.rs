@@ -18,8 +18,8 @@ use crate::feed::{Plan, PlanId};
 
 /// Version of the messages and of the files. Processes of other versions do not meet.
 const FORMAT: u32 = 3;
-/// Version of what a decoded row group is. It grows with every change of the rows, columns or buffers that decoding the same
-/// file gives. Two builds of one version of the program would otherwise exchange different rows.
+/// Version of what a decoded row group is. It grows with every change of the rows, columns or buffers that decoding the
+/// same file gives. Two builds of one version of the program would otherwise exchange different rows.
 const DECODE_RULES: u32 = 1;
 /// The network namespace of this process.
 const NETWORK: &str = "/proc/self/ns/net";
