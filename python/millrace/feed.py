@@ -139,7 +139,9 @@ class Feed:
         the same row groups, as several ranks, or several workers of a ``DataLoader``, over one snapshot do. It costs time
         where each process reads row groups of its own. One process serves the others, and holds up to the limit of its own
         cache for them in addition; row groups that several processes hold take their memory once. A process whose peers die or fail
-        decodes on its own. Row groups of less than 256 KiB are not shared, nor those of a live volume or a topic.
+        decodes on its own. The kernel charges shared pages to the memory cgroup of the process that decoded them, until the
+        serving process lets them go. Before they share, two processes prove to each other that they can read the home.
+        Row groups of less than 256 KiB are not shared, nor those of a live volume or a topic.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.

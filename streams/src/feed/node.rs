@@ -1,12 +1,15 @@
 //! Cache of decoded row groups that the processes of a node share.
 //!
 //! The processes of one user that read the same row groups and columns of one snapshot ([`Scope`]) meet at an abstract
-//! Unix socket. The process that binds it serves, all of them ask. A row group is one Arrow IPC stream in a sealed memory
-//! file, which every process maps. The first process that asks for a row group gets the claim to decode it; others wait.
+//! Unix socket. The process that binds it serves, all of them ask. Both ends of a connection first prove that they can
+//! read the home ([`proof`]), since containers may share users and sockets without sharing files. A row group is one Arrow
+//! IPC stream in a sealed memory file, which every process maps. The first process that asks for a row group gets the claim
+//! to decode it; others wait.
 //!
 //! Invariants:
 //! - No process depends on another one: each wait has a limit. After an error the process decodes on its own, and asks
-//!   nothing for [`Limits::quiet`], longer after each further error.
+//!   nothing for [`Limits::quiet`], longer after each further error. Questions that began before an error add
+//!   no further one. The end of a server while a process waits is no error: the process asks once more.
 //! - No deadlock: a process takes its decoding permit before it asks, and gets a claim in answer to a question only. So a
 //!   holder of a claim waits for its decoding and for answers that the server gives at once, never for a permit or a claim.
 //!   A process that waits for the claim of another one holds neither: it gives its permit back first.
@@ -14,10 +17,13 @@
 //!   and the others decode at once.
 //! - The server holds at most the limit of its own cache in bytes. A process maps at most [`MAPPINGS_MAX`] files, none
 //!   below [`BYTES_MIN`]. A mapping ends with the last reference to its row group.
+//! - All feeds of a process share one budget of descriptors for files and connections ([`Descriptors`]).
 //! - Nothing has a name in a file system: after `kill -9` the kernel frees sockets and memory files.
 
+mod budget;
 mod line;
 mod memory;
+mod proof;
 mod scope;
 mod shelf;
 #[cfg(test)]
@@ -43,8 +49,9 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::feed::cache::memory_bytes;
 use crate::feed::error::Result;
+use budget::{Budget, Descriptors, Held};
 use line::{Kind, Line, Listener, nonsense, within};
-use memory::{Held, Mappings};
+use proof::Key;
 use shelf::Shelf;
 
 /// Size from which a row group is shared: each takes a mapping, of which the kernel allows 65,530 in a process.
@@ -92,8 +99,10 @@ pub(crate) struct NodeCache {
     address: PathBuf,
     schema: SchemaRef,
     limits: Limits,
+    key: Key,
     shelf: Arc<Shelf>,
-    mappings: Arc<Mappings>,
+    mappings: Arc<Budget>,
+    descriptors: Descriptors,
     server: Mutex<Server>,
     quiet: Mutex<Quiet>,
     sizes: Mutex<Sizes>,
@@ -113,6 +122,8 @@ enum Server {
 #[derive(Default)]
 struct Quiet {
     errors: u32,
+    /// When the last error was noted. Errors of questions that began before say nothing new.
+    noted: Option<Instant>,
     until: Option<Instant>,
 }
 
@@ -143,16 +154,25 @@ impl NodeCache {
             tracing::debug!(uid = own, "row groups are not shared: this user stands for several");
             return None;
         }
-        Some(Self::with(scope, bytes_max, LIMITS, Mappings::of_process()))
+        Some(Self::with(scope, bytes_max, LIMITS, Budget::of_mappings(), Descriptors::of_process()))
     }
 
-    fn with(scope: &Scope<'_>, bytes_max: u64, limits: Limits, mappings: Arc<Mappings>) -> Arc<Self> {
+    fn with(
+        scope: &Scope<'_>,
+        bytes_max: u64,
+        limits: Limits,
+        mappings: Arc<Budget>,
+        descriptors: Descriptors,
+    ) -> Arc<Self> {
+        let key = Key::new(&scope.key());
         Arc::new(Self {
             address: scope.address(),
             schema: Arc::clone(scope.schema),
             limits,
-            shelf: Shelf::new(bytes_max, scope.groups, limits),
+            shelf: Shelf::new(bytes_max, scope.groups, limits, key.clone(), descriptors.clone()),
+            key,
             mappings,
+            descriptors,
             server: Mutex::new(Server::Off),
             quiet: Mutex::default(),
             sizes: Mutex::default(),
@@ -175,30 +195,31 @@ impl NodeCache {
                 break (None, permit);
             }
             let Some(held) = self.mappings.hold() else { break (None, permit) };
+            let began = Instant::now();
             match self.ask(wanted.group, has_waited).await {
                 Ok(Reply::Hit(file)) => match self.open(file, held, wanted.rows).await {
                     Ok(batch) => {
-                        *self.quiet.lock() = Quiet::default();
+                        self.quiet.lock().end();
                         self.note_size(wanted, &batch);
                         return Ok(batch);
                     }
                     Err(error) => {
-                        self.be_quiet(wanted.group, &error);
+                        self.be_quiet(began, wanted.group, &error);
                         break (None, permit);
                     }
                 },
-                Ok(Reply::Decode(claim)) => break (Some((claim, held)), permit),
+                Ok(Reply::Decode(claim)) => break (Some((claim, held, began)), permit),
                 Ok(Reply::Alone) => break (None, permit),
                 Ok(Reply::Wait(line)) => {
                     drop((permit, held));
                     if let Err(error) = self.wait(&line, wanted.group).await {
-                        self.be_quiet(wanted.group, &error);
+                        self.be_quiet(began, wanted.group, &error);
                         has_failed = true;
                     }
                     has_waited = true;
                 }
                 Err(error) => {
-                    self.be_quiet(wanted.group, &error);
+                    self.be_quiet(began, wanted.group, &error);
                     break (None, permit);
                 }
             }
@@ -206,7 +227,9 @@ impl NodeCache {
         let batch = decode.await?;
         let bytes = self.note_size(wanted, &batch);
         let shared = match claim {
-            Some((claim, held)) if bytes >= BYTES_MIN => self.put(&claim, held, wanted.group, batch).await,
+            Some((claim, held, began)) if bytes >= BYTES_MIN => {
+                self.put(&claim, held, began, wanted.group, batch).await
+            }
             _ => batch,
         };
         drop(permit);
@@ -222,13 +245,10 @@ impl NodeCache {
             && !matches!(*self.server.lock(), Server::Paused)
     }
 
-    /// Asks nothing for a while.
-    fn be_quiet(&self, group: u32, error: &io::Error) {
-        let mut quiet = self.quiet.lock();
-        let time = self.limits.quiet * (1 << quiet.errors.min(DOUBLINGS_MAX));
-        quiet.errors = quiet.errors.saturating_add(1);
-        quiet.until = Some(Instant::now() + time);
-        drop(quiet);
+    /// Asks nothing for a while after the error of a question.
+    fn be_quiet(&self, began: Instant, group: u32, error: &io::Error) {
+        self.shelf.relieve(error);
+        let time = self.quiet.lock().begin(began, self.limits.quiet);
         tracing::debug!(%error, group, ?time, "row groups are not shared for a while");
     }
 
@@ -242,8 +262,11 @@ impl NodeCache {
     }
 
     async fn ask(&self, group: u32, has_waited: bool) -> io::Result<Reply> {
-        let line = self.connect().await?;
+        let Some(line) = self.connect().await? else { return Ok(Reply::Alone) };
         line.check_peer()?;
+        if !proof::introduce(&line, &self.key, self.limits.answer).await? {
+            return Ok(Reply::Alone);
+        }
         let kind = if has_waited { Kind::GetAgain } else { Kind::Get };
         line.send(self.limits.answer, kind, group, None).await?;
         let reply = within(self.limits.answer, line.receive()).await?;
@@ -257,23 +280,29 @@ impl NodeCache {
         }
     }
 
-    /// Waits until the claim of another process has ended.
+    /// Waits until the claim of another process has ended, or its server has: the address is free then, or has a new one.
     async fn wait(&self, line: &Line, group: u32) -> io::Result<()> {
-        let reply = within(self.limits.wait, line.receive()).await?;
+        let reply = match within(self.limits.wait, line.receive()).await {
+            Err(error) if is_end(&error) => return Ok(()),
+            reply => reply?,
+        };
         match (reply.kind, reply.file) {
             (Kind::Done, None) if reply.group == group => Ok(()),
             _ => Err(nonsense("an answer of another form")),
         }
     }
 
-    /// Connects to the server, which this process becomes where there is none.
-    async fn connect(&self) -> io::Result<Line> {
-        match Line::connect(&self.address).await {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-            connected => return connected,
-        }
-        self.serve();
-        Line::connect(&self.address).await
+    /// Connects to the server, which this process becomes where there is none. None if it may have no connection more.
+    async fn connect(&self) -> io::Result<Option<Line>> {
+        let Some(held) = self.descriptors.connections.hold() else { return Ok(None) };
+        let line = match Line::connect(&self.address).await {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                self.serve();
+                Line::connect(&self.address).await?
+            }
+            connected => connected?,
+        };
+        Ok(Some(line.holding(held)))
     }
 
     fn serve(&self) {
@@ -322,7 +351,14 @@ impl NodeCache {
     }
 
     /// Hands a decoded row group to the server. Returns it over the shared memory, or as it is.
-    async fn put(&self, claim: &Line, held: Held, group: u32, batch: RecordBatch) -> RecordBatch {
+    async fn put(
+        &self,
+        claim: &Line,
+        held: Held,
+        began: Instant,
+        group: u32,
+        batch: RecordBatch,
+    ) -> RecordBatch {
         let (schema, kept) = (Arc::clone(&self.schema), batch.clone());
         let sizes = BYTES_MIN..=self.shelf.bytes_max();
         let encoding = move || -> io::Result<_> {
@@ -343,24 +379,48 @@ impl NodeCache {
         };
         match shared {
             Ok(shared) => {
-                *self.quiet.lock() = Quiet::default();
+                self.quiet.lock().end();
                 shared
             }
             Err(error) => {
-                self.be_quiet(group, &error);
+                self.be_quiet(began, group, &error);
                 kept
             }
         }
     }
 
-    /// Sends a file to the server, which confirms that it keeps it.
+    /// Sends a file to the server, which confirms that it keeps it, or that it may keep no file more.
     async fn hand_over(&self, claim: &Line, group: u32, file: &OwnedFd) -> io::Result<()> {
         claim.send(self.limits.answer, Kind::Put, group, Some(file)).await?;
         let reply = within(self.limits.answer, claim.receive()).await?;
         match (reply.kind, reply.file) {
-            (Kind::Kept, None) if reply.group == group => Ok(()),
+            (Kind::Kept | Kind::Alone, None) if reply.group == group => Ok(()),
             _ => Err(nonsense("an answer of another form")),
         }
+    }
+}
+
+/// Whether the other end has closed the connection, as the kernel does for a process that has died.
+fn is_end(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset)
+}
+
+impl Quiet {
+    /// Notes the error of a question that began at a time. Returns the quiet time that it sets, if it sets one.
+    fn begin(&mut self, began: Instant, shortest: Duration) -> Option<Duration> {
+        if self.noted.is_some_and(|noted| began <= noted) {
+            return None;
+        }
+        let time = shortest * (1 << self.errors.min(DOUBLINGS_MAX));
+        let now = Instant::now();
+        self.errors = self.errors.saturating_add(1);
+        (self.noted, self.until) = (Some(now), Some(now + time));
+        Some(time)
+    }
+
+    /// Ends the quiet time after a success.
+    fn end(&mut self) {
+        (self.errors, self.until) = (0, None);
     }
 }
 

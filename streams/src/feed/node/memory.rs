@@ -2,7 +2,8 @@
 //!
 //! A file is mapped only once it carries the seals against writing, shrinking and growing, and against further seals. From
 //! then on no process can change its bytes or its size, so a mapping of it is as immutable as memory that this process
-//! owns. Its content is validated when it is decoded.
+//! owns. Its content is validated when it is decoded. Its columns must be the expected ones, and its buffers aligned, so
+//! that decoding copies none of them.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -10,8 +11,7 @@ use std::io::{self, BufWriter, ErrorKind, IoSlice};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use arrow::array::{RecordBatch, RecordBatchOptions};
 use arrow::buffer::Buffer;
@@ -28,10 +28,10 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::sys::stat::fstat;
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
-use super::MAPPINGS_MAX;
+use super::budget::Held;
 
 /// Bytes of a message.
-pub(super) const MESSAGE_BYTES: usize = 12;
+pub(super) const MESSAGE_BYTES: usize = 76;
 /// Seals without which no file is mapped: nothing can change its size or its bytes, or add a seal.
 const SEALS: SealFlag = SealFlag::F_SEAL_SHRINK
     .union(SealFlag::F_SEAL_GROW)
@@ -51,45 +51,6 @@ const CONTROL_BYTES: usize = unsafe { libc::CMSG_SPACE(size_of::<RawFd>() as u32
 /// The buffer for descriptors, aligned for the headers in it.
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_BYTES]);
-
-/// The mappings of a process, of which the kernel allows a limited number.
-pub(super) struct Mappings {
-    held: AtomicUsize,
-    max: usize,
-}
-
-/// One of the mappings, or the right to make it.
-pub(super) struct Held(Arc<Mappings>);
-
-impl Mappings {
-    pub(super) fn new(max: usize) -> Arc<Self> {
-        Arc::new(Self { held: AtomicUsize::new(0), max })
-    }
-
-    /// Those that all feeds of this process share.
-    pub(super) fn of_process() -> Arc<Self> {
-        static ALL: LazyLock<Arc<Mappings>> = LazyLock::new(|| Mappings::new(MAPPINGS_MAX));
-        Arc::clone(&ALL)
-    }
-
-    /// The right to make one more mapping, if there are fewer than the limit.
-    pub(super) fn hold(self: &Arc<Self>) -> Option<Held> {
-        let add = |held| (held < self.max).then_some(held + 1);
-        self.held.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
-        Some(Held(Arc::clone(self)))
-    }
-
-    #[cfg(test)]
-    pub(super) fn held(&self) -> usize {
-        self.held.load(Ordering::Acquire)
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.0.held.fetch_sub(1, Ordering::AcqRel);
-    }
-}
 
 /// A mapping, which ends with its last buffer.
 struct Map {
@@ -170,14 +131,21 @@ pub(super) fn map(file: &OwnedFd, sizes: &RangeInclusive<u64>, held: Held) -> io
 
 /// The batch in a file, over its mapping, with the columns of `schema`. Arrow validates it.
 pub(super) fn decode(bytes: &Buffer, schema: &SchemaRef, rows: usize) -> Result<RecordBatch, ArrowError> {
-    check_messages(bytes)?;
-    let found = StreamDecoder::new().decode(&mut bytes.clone())?;
-    let found = found.ok_or_else(|| bad("no record batch"))?;
-    let columns = found.schema();
+    let schema_end = check_messages(bytes)?;
+    if schema_end >= bytes.len() {
+        return Err(bad("no record batch"));
+    }
+    // Without this, the decoder copies each buffer that is not aligned, and many columns may name one large buffer.
+    let mut decoder = StreamDecoder::new().with_require_alignment(true);
+    // The first byte of the next message lets the decoder end the schema.
+    decoder.decode(&mut bytes.slice_with_length(0, schema_end + 1))?;
+    let columns = decoder.schema().ok_or_else(|| bad("no schema"))?;
     let kind = |field: &FieldRef| (field.name().clone(), field.data_type().clone(), field.is_nullable());
     if !columns.fields().iter().map(kind).eq(schema.fields().iter().map(kind)) {
         return Err(bad("other columns than expected"));
     }
+    let found = decoder.decode(&mut bytes.slice(schema_end + 1))?;
+    let found = found.ok_or_else(|| bad("no record batch"))?;
     if found.num_rows() != rows {
         return Err(bad(format!("{} rows, expected {rows}", found.num_rows())));
     }
@@ -185,8 +153,10 @@ pub(super) fn decode(bytes: &Buffer, schema: &SchemaRef, rows: usize) -> Result<
     RecordBatch::try_new_with_options(Arc::clone(schema), found.columns().to_vec(), &options)
 }
 
-/// Refuses compressed messages, which decompress to sizes that nothing limits.
-fn check_messages(mut bytes: &[u8]) -> Result<(), ArrowError> {
+/// The end of the first message. Refuses compressed messages, which decompress to sizes that nothing limits. Refuses
+/// additions to dictionaries, each of which copies the dictionary.
+fn check_messages(mut bytes: &[u8]) -> Result<usize, ArrowError> {
+    let mut first_end = None;
     while let Some((head, rest)) = bytes.split_at_checked(MESSAGE_HEAD_BYTES) {
         let (marker, length) = head.split_at(MARKER.len());
         if marker != MARKER {
@@ -194,19 +164,24 @@ fn check_messages(mut bytes: &[u8]) -> Result<(), ArrowError> {
         }
         let length = length.iter().rev().fold(0, |length, byte| length << 8 | usize::from(*byte));
         if length == 0 {
-            return Ok(());
+            break;
         }
         let message = rest.get(..length).ok_or_else(|| bad("a message is cut"))?;
         let message = root_as_message(message).map_err(|error| bad(error.to_string()))?;
-        let of_dictionary = || message.header_as_dictionary_batch().and_then(|dictionary| dictionary.data());
+        let dictionary = message.header_as_dictionary_batch();
+        if dictionary.is_some_and(|dictionary| dictionary.isDelta()) {
+            return Err(bad("an addition to a dictionary"));
+        }
+        let of_dictionary = || dictionary.and_then(|dictionary| dictionary.data());
         let batch = message.header_as_record_batch().or_else(of_dictionary);
         if batch.is_some_and(|batch| batch.compression().is_some()) {
             return Err(bad("a compressed message"));
         }
         let body = usize::try_from(message.bodyLength()).ok().and_then(|body| body.checked_add(length));
         bytes = body.and_then(|end| rest.get(end..)).ok_or_else(|| bad("a message is cut"))?;
+        first_end = first_end.or(Some(MESSAGE_HEAD_BYTES + length));
     }
-    Ok(())
+    first_end.ok_or_else(|| bad("no message"))
 }
 
 fn bad(what: impl Into<String>) -> ArrowError {
@@ -260,6 +235,10 @@ pub(super) fn receive(socket: RawFd) -> io::Result<([u8; MESSAGE_BYTES], Option<
     }
     if len == 0 {
         return Err(ErrorKind::UnexpectedEof.into());
+    }
+    // The kernel drops a descriptor for which this process has no number left.
+    if header.msg_flags & libc::MSG_CTRUNC != 0 && files.is_empty() {
+        return Err(Errno::EMFILE.into());
     }
     let is_cut = header.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
     if is_cut || len as usize != MESSAGE_BYTES || files.len() > 1 {

@@ -1,32 +1,35 @@
 //! Server of shared row groups: the files that it keeps, and the claims of the processes that decode.
+//!
+//! It answers a process once that has proved that it can read the home. Files and connections count against the budget of
+//! the process. Without a spare connection the answer is [`Kind::Alone`]. Without a spare file the server evicts its own
+//! oldest ones.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::sys::resource::{Resource, getrlimit};
+use nix::libc;
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::budget::{Budget, Descriptors, Held};
 use super::line::{Kind, Line, Listener, nonsense, within};
+use super::proof::{self, Key};
 use super::{BYTES_MIN, Limits, memory};
 use crate::feed::hash::NumberMap;
 
-/// Connections that a server answers at a time, and files that it keeps, each within a quarter of its descriptors.
-const CONNECTIONS_MAX: u64 = 1_024;
-const FILES_MAX: u64 = 512;
 /// Pause of the server when the process has no descriptor for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Row groups that the server holds.
 pub(super) struct Shelf {
     bytes_max: u64,
-    files_max: usize,
-    connections_max: usize,
     groups: u32,
     limits: Limits,
+    key: Key,
+    descriptors: Descriptors,
     table: Mutex<Table>,
 }
 
@@ -41,7 +44,7 @@ struct Table {
 
 enum Slot {
     Kept {
-        file: Arc<OwnedFd>,
+        file: Arc<KeptFile>,
         bytes: u64,
         used: u64,
     },
@@ -49,9 +52,16 @@ enum Slot {
     Claimed(CancellationToken),
 }
 
+/// A file of a server, also while it is sent.
+pub(super) struct KeptFile {
+    file: OwnedFd,
+    /// Given back after the file is closed.
+    _held: Held,
+}
+
 /// The answer to a question.
 pub(super) enum Answer {
-    Hit(Arc<OwnedFd>),
+    Hit(Arc<KeptFile>),
     Wait(CancellationToken),
     Decode(Claim),
     Alone,
@@ -65,16 +75,14 @@ pub(super) struct Claim {
 }
 
 impl Shelf {
-    pub(super) fn new(bytes_max: u64, groups: u32, limits: Limits) -> Arc<Self> {
-        let descriptors = getrlimit(Resource::RLIMIT_NOFILE).map_or(FILES_MAX, |(soft, _)| soft / 4);
-        Arc::new(Self {
-            bytes_max,
-            files_max: descriptors.clamp(1, FILES_MAX) as usize,
-            connections_max: descriptors.clamp(1, CONNECTIONS_MAX) as usize,
-            groups,
-            limits,
-            table: Mutex::default(),
-        })
+    pub(super) fn new(
+        bytes_max: u64,
+        groups: u32,
+        limits: Limits,
+        key: Key,
+        descriptors: Descriptors,
+    ) -> Arc<Self> {
+        Arc::new(Self { bytes_max, groups, limits, key, descriptors, table: Mutex::default() })
     }
 
     /// The largest file.
@@ -95,10 +103,29 @@ impl Shelf {
             Some(Slot::Claimed(_)) if has_waited => Answer::Alone,
             Some(Slot::Claimed(done)) => Answer::Wait(done.clone()),
             None => {
+                // Other servers of this process keep as many files as it may have.
+                if table.files == 0 && self.descriptors.files.is_spent() {
+                    return Answer::Alone;
+                }
                 let done = CancellationToken::new();
                 table.slots.insert(group, Slot::Claimed(done.clone()));
                 Answer::Decode(Claim { shelf: Arc::clone(self), group, done })
             }
+        }
+    }
+
+    /// Drops the files after an error from the lack of descriptors. Claims stay.
+    pub(super) fn relieve(&self, error: &io::Error) {
+        if !matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
+            return;
+        }
+        let mut table = self.table.lock();
+        table.slots.retain(|_, slot| matches!(slot, Slot::Claimed(_)));
+        let files = std::mem::take(&mut table.files);
+        table.bytes = 0;
+        drop(table);
+        if files > 0 {
+            tracing::warn!(%error, files, "shared row groups were dropped; raise the limit of open files (ulimit -n)");
         }
     }
 
@@ -110,7 +137,7 @@ impl Shelf {
 }
 
 impl Table {
-    fn keep(&mut self, group: u32, file: OwnedFd, bytes: u64) {
+    fn keep(&mut self, group: u32, file: KeptFile, bytes: u64) {
         self.uses += 1;
         let slot = Slot::Kept { file: Arc::new(file), bytes, used: self.uses };
         let before = self.slots.insert(group, slot);
@@ -127,27 +154,41 @@ impl Table {
         }
     }
 
-    /// Evicts the row groups that were asked for least recently until the limits hold.
-    fn evict(&mut self, bytes_max: u64, files_max: usize) {
-        while self.bytes > bytes_max || self.files > files_max {
-            let oldest = self.slots.iter().filter_map(|(group, slot)| match slot {
-                Slot::Kept { used, .. } => Some((*used, *group)),
-                Slot::Claimed(_) => None,
-            });
-            let Some((_, group)) = oldest.min() else { return };
-            let slot = self.slots.remove(&group);
-            self.forget(slot);
+    /// The right to keep one more file. Evicts those that were asked for least recently until there is one.
+    fn hold(&mut self, files: &Arc<Budget>) -> Option<Held> {
+        loop {
+            if let Some(held) = files.hold() {
+                return Some(held);
+            }
+            if !self.evict_oldest() {
+                return None;
+            }
         }
+    }
+
+    /// Evicts the row group that was asked for least recently. False where there is none.
+    fn evict_oldest(&mut self) -> bool {
+        let oldest = self.slots.iter().filter_map(|(group, slot)| match slot {
+            Slot::Kept { used, .. } => Some((*used, *group)),
+            Slot::Claimed(_) => None,
+        });
+        let Some((_, group)) = oldest.min() else { return false };
+        let slot = self.slots.remove(&group);
+        self.forget(slot);
+        true
     }
 }
 
 impl Claim {
-    /// Keeps the decoded row group, and lets those that wait have it.
-    fn fulfil(self, file: OwnedFd, bytes: u64) {
-        let mut table = self.shelf.table.lock();
-        table.keep(self.group, file, bytes);
-        table.evict(self.shelf.bytes_max, self.shelf.files_max);
-        drop(table);
+    /// Keeps the decoded row group, and lets those that wait have it. False where the process may have no file more.
+    pub(super) fn fulfil(self, file: OwnedFd, bytes: u64) -> bool {
+        // Unlocked before the claim ends, which locks it again.
+        let shelf = Arc::clone(&self.shelf);
+        let mut table = shelf.table.lock();
+        let Some(held) = table.hold(&shelf.descriptors.files) else { return false };
+        table.keep(self.group, KeptFile { file, _held: held }, bytes);
+        while table.bytes > shelf.bytes_max && table.evict_oldest() {}
+        true
     }
 }
 
@@ -180,11 +221,14 @@ pub(super) async fn serve(listener: Listener, shelf: Arc<Shelf>, stop: Cancellat
         tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => match accepted {
-                Ok(line) if connections.len() < shelf.connections_max => {
-                    connections.spawn(answer(line, Arc::clone(&shelf)));
-                }
-                Ok(_) => {}
+                Ok(line) => match shelf.descriptors.connections.hold() {
+                    Some(held) => {
+                        connections.spawn(answer(line.holding(held), Arc::clone(&shelf)));
+                    }
+                    None => refuse(&line),
+                },
                 Err(error) => {
+                    shelf.relieve(&error);
                     tracing::debug!(%error, "the shared row groups have no connection to spare");
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -196,8 +240,16 @@ pub(super) async fn serve(listener: Listener, shelf: Arc<Shelf>, stop: Cancellat
     connections.shutdown().await;
 }
 
+/// Lets a process decode on its own, at once: silence would cost it a wait and its next questions.
+fn refuse(line: &Line) {
+    if let Err(error) = line.refuse() {
+        tracing::debug!(%error, "a connection for shared row groups was refused without an answer");
+    }
+}
+
 async fn answer(line: Line, shelf: Arc<Shelf>) {
     if let Err(error) = converse(&line, &shelf).await {
+        shelf.relieve(&error);
         tracing::debug!(%error, "a connection for shared row groups ended");
     }
 }
@@ -205,6 +257,7 @@ async fn answer(line: Line, shelf: Arc<Shelf>) {
 async fn converse(line: &Line, shelf: &Arc<Shelf>) -> io::Result<()> {
     let limits = shelf.limits;
     line.check_peer()?;
+    proof::admit(line, &shelf.key, limits.answer).await?;
     let asked = within(limits.answer, line.receive()).await?;
     let has_waited = match asked.kind {
         Kind::Get => false,
@@ -217,7 +270,7 @@ async fn converse(line: &Line, shelf: &Arc<Shelf>) -> io::Result<()> {
     }
     let say = |kind| line.send(limits.answer, kind, group, None);
     match shelf.ask(group, has_waited) {
-        Answer::Hit(file) => line.send(limits.answer, Kind::Hit, group, Some(&file)).await,
+        Answer::Hit(file) => line.send(limits.answer, Kind::Hit, group, Some(&file.file)).await,
         Answer::Alone => say(Kind::Alone).await,
         Answer::Wait(done) => {
             say(Kind::Wait).await?;
@@ -234,8 +287,8 @@ async fn converse(line: &Line, shelf: &Arc<Shelf>) -> io::Result<()> {
             let file = put.file.filter(|_| put.kind == Kind::Put && put.group == group);
             let file = file.ok_or_else(|| nonsense("a row group of another form"))?;
             let bytes = memory::check(&file, &(BYTES_MIN..=shelf.bytes_max))?;
-            claim.fulfil(file, bytes);
-            say(Kind::Kept).await
+            let is_kept = claim.fulfil(file, bytes);
+            say(if is_kept { Kind::Kept } else { Kind::Alone }).await
         }
     }
 }

@@ -1,11 +1,13 @@
 //! Tests of shared row groups: what is shared, between whom, and what becomes of it when a process fails.
+mod descriptors;
 mod files;
+mod meeting;
 mod peers;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use arrow::array::{ArrayRef, Int64Array, StringArray};
-use arrow::datatypes::{DataType, Schema};
+use arrow::datatypes::Schema;
 
 use super::shelf::Answer;
 use super::*;
@@ -15,6 +17,8 @@ use crate::feed::PlanId;
 const ROWS: usize = 20_000;
 /// Estimated and largest size of such a row group.
 const BYTES: u64 = 500_000;
+/// Descriptors of an end, more than a test needs.
+const DESCRIPTORS: usize = 256;
 /// No test waits longer for what must happen at once.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Limits that a busy machine does not reach.
@@ -58,12 +62,22 @@ impl Ends {
         Scope { content: &self.content, plan, selection: String::new(), groups: 64, schema: &self.schema }
     }
 
-    fn mapping(&self, mappings: &Arc<Mappings>) -> Arc<NodeCache> {
-        NodeCache::with(&self.scope(), self.bytes_max, self.limits, Arc::clone(mappings))
+    fn with(&self, mappings: &Arc<Budget>, descriptors: &Descriptors) -> Arc<NodeCache> {
+        let (mappings, descriptors) = (Arc::clone(mappings), descriptors.clone());
+        NodeCache::with(&self.scope(), self.bytes_max, self.limits, mappings, descriptors)
+    }
+
+    fn mapping(&self, mappings: &Arc<Budget>) -> Arc<NodeCache> {
+        self.with(mappings, &Descriptors::new(DESCRIPTORS))
+    }
+
+    /// As of a process with few descriptors.
+    fn spending(&self, descriptors: &Descriptors) -> Arc<NodeCache> {
+        self.with(&Budget::new(MAPPINGS_MAX), descriptors)
     }
 
     fn end(&self) -> Arc<NodeCache> {
-        self.mapping(&Mappings::new(MAPPINGS_MAX))
+        self.mapping(&Budget::new(MAPPINGS_MAX))
     }
 }
 
@@ -96,29 +110,6 @@ async fn each_row_group_is_decoded_once() {
         assert_eq!(b, batch(group));
     }
     assert_eq!(decoded.load(Ordering::SeqCst), 8);
-}
-
-#[tokio::test]
-async fn other_content_plans_selections_and_columns_have_other_addresses() {
-    let ends = Ends::new();
-    let first = ends.scope().address();
-    assert_eq!(first, ends.scope().address());
-    let other_content = [9; 32];
-    let narrow: SchemaRef = Arc::new(ends.schema.project(&[0]).unwrap());
-    let int32 = ends.schema.field(0).clone().with_data_type(DataType::Int32);
-    let other_type: SchemaRef = Arc::new(Schema::new(vec![int32, ends.schema.field(1).clone()]));
-    let plan = "cd".repeat(32).parse::<PlanId>().unwrap();
-    let mut others = [
-        Scope { content: &other_content, ..ends.scope() }.address(),
-        Scope { plan, ..ends.scope() }.address(),
-        Scope { selection: "id > 3".to_owned(), ..ends.scope() }.address(),
-        Scope { groups: 65, ..ends.scope() }.address(),
-        Scope { schema: &narrow, ..ends.scope() }.address(),
-        Scope { schema: &other_type, ..ends.scope() }.address(),
-    ];
-    others.sort();
-    assert!(others.windows(2).all(|pair| pair[0] != pair[1]), "{others:?}");
-    assert!(!others.contains(&first));
 }
 
 #[tokio::test]
@@ -175,7 +166,7 @@ async fn small_row_groups_are_not_shared() {
 #[tokio::test]
 async fn a_row_group_beyond_the_limit_of_mappings_is_decoded_by_each_process() {
     let ends = Ends::new();
-    let (mappings, decoded) = (Mappings::new(2), AtomicU32::new(0));
+    let (mappings, decoded) = (Budget::new(2), AtomicU32::new(0));
     let (one, other) = (ends.end(), ends.mapping(&mappings));
     for group in 0..4 {
         read(&one, group, &decoded).await;
@@ -196,7 +187,7 @@ async fn a_row_group_beyond_the_limit_of_mappings_is_decoded_by_each_process() {
 #[tokio::test]
 async fn eviction_from_the_local_cache_ends_the_mapping() {
     let ends = Ends::new();
-    let (mappings, permits) = (Mappings::new(8), Arc::new(Semaphore::new(1)));
+    let (mappings, permits) = (Budget::new(8), Arc::new(Semaphore::new(1)));
     let node = ends.mapping(&mappings);
     // One row group fits.
     let cache = crate::feed::cache::GroupCache::new(BYTES + BYTES / 2, 4);
@@ -218,7 +209,8 @@ async fn eviction_from_the_local_cache_ends_the_mapping() {
 
 #[tokio::test]
 async fn a_process_waits_for_one_claim_at_most() {
-    let shelf = Shelf::new(1 << 20, 8, LIMITS);
+    let key = Key::new(&[1; 32]);
+    let shelf = Shelf::new(1 << 20, 8, LIMITS, key, Descriptors::new(DESCRIPTORS));
     let Answer::Decode(claim) = shelf.ask(1, false) else { panic!("the first has the claim") };
     let Answer::Wait(done) = shelf.ask(1, false) else { panic!("another one waits") };
     assert!(!done.is_cancelled());

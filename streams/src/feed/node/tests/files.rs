@@ -4,7 +4,8 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use arrow::buffer::Buffer;
+use arrow::array::Decimal128Array;
+use arrow::buffer::{Buffer, MutableBuffer};
 use arrow::ipc::CompressionType;
 use arrow::ipc::writer::{IpcWriteOptions, StreamWriter};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -17,7 +18,7 @@ const FEW: usize = 100;
 const SIZES: RangeInclusive<u64> = 1..=1 << 20;
 
 fn map(file: &OwnedFd) -> io::Result<Buffer> {
-    memory::map(file, &SIZES, Mappings::new(1).hold().unwrap())
+    memory::map(file, &SIZES, Budget::new(1).hold().unwrap())
 }
 
 /// A memory file with some bytes and seals.
@@ -45,7 +46,7 @@ fn files_that_may_change_are_refused() {
 fn files_of_other_sizes_and_with_holes_are_refused() {
     let sealed = memory::encode(&rows(0, FEW)).unwrap();
     let size = memory::size(&sealed).unwrap();
-    let mappings = Mappings::new(1);
+    let mappings = Budget::new(1);
     let map = |file: &OwnedFd, sizes| memory::map(file, &sizes, mappings.hold().unwrap());
     let mapped = map(&sealed, size..=size).unwrap();
     assert!(mappings.hold().is_none());
@@ -107,4 +108,28 @@ fn compressed_messages_are_refused() {
         let decoded = memory::decode(&bytes, &rows.schema(), FEW);
         assert_eq!(decoded.is_ok(), compression.is_none(), "{compression:?}");
     }
+}
+
+/// The bytes of a file at an address that is a multiple of 64, plus some.
+fn moved(file: &OwnedFd, by: usize) -> Buffer {
+    let bytes = map(file).unwrap();
+    let mut buffer = MutableBuffer::new(by + bytes.len());
+    buffer.extend_from_slice(&vec![0u8; by]);
+    buffer.extend_from_slice(bytes.as_slice());
+    Buffer::from(buffer).slice(by)
+}
+
+#[test]
+fn buffers_that_decoding_would_copy_are_refused() {
+    let numbers: ArrayRef = Arc::new(Decimal128Array::from_iter_values(0..FEW as i128));
+    let rows = RecordBatch::try_from_iter([("number", numbers)]).unwrap();
+    let file = memory::encode(&rows).unwrap();
+    assert_eq!(memory::decode(&moved(&file, 64), &rows.schema(), FEW).unwrap(), rows);
+    // The messages are aligned, the numbers are not.
+    let error = memory::decode(&moved(&file, 8), &rows.schema(), FEW).unwrap_err();
+    assert!(!error.to_string().contains("columns"), "{error}");
+    // The columns are compared before the rows are decoded.
+    let other = super::rows(0, FEW).schema();
+    let error = memory::decode(&moved(&file, 8), &other, FEW).unwrap_err();
+    assert!(error.to_string().contains("other columns"), "{error}");
 }

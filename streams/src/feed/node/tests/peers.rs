@@ -9,22 +9,30 @@ use futures::poll;
 use super::*;
 use crate::feed::node::line::Message;
 
+/// A connection after the proofs.
+async fn introduced(node: &NodeCache) -> Line {
+    let line = node.connect().await.unwrap().unwrap();
+    assert!(proof::introduce(&line, &node.key, DEADLINE).await.unwrap());
+    line
+}
+
 /// A connection of a process that asks for a row group.
 async fn asking(node: &NodeCache, group: u32) -> (Line, Message) {
-    let line = node.connect().await.unwrap();
+    let line = introduced(node).await;
     line.send(DEADLINE, Kind::Get, group, None).await.unwrap();
     let reply = within(DEADLINE, line.receive()).await.unwrap();
     (line, reply)
 }
 
 /// The next connection of a server that the test plays, with its question.
-async fn asked(listener: &Listener) -> (Line, Message) {
+async fn asked(listener: &Listener, node: &NodeCache) -> (Line, Message) {
     let line = within(DEADLINE, listener.accept()).await.unwrap();
+    proof::admit(&line, &node.key, DEADLINE).await.unwrap();
     let question = within(DEADLINE, line.receive()).await.unwrap();
     (line, question)
 }
 
-async fn say(line: &Line, kind: Kind, group: u32, file: Option<&OwnedFd>) {
+pub(super) async fn say(line: &Line, kind: Kind, group: u32, file: Option<&OwnedFd>) {
     line.send(DEADLINE, kind, group, file).await.unwrap();
 }
 
@@ -34,7 +42,7 @@ async fn a_waiting_process_holds_no_permit() {
     let listener = Listener::bind(&node.address).unwrap();
     let (permits, decoded) = (Semaphore::new(1), AtomicU32::new(0));
     let serving = async {
-        let (line, question) = asked(&listener).await;
+        let (line, question) = asked(&listener, &node).await;
         assert_eq!(question.kind, Kind::Get);
         assert_eq!(permits.available_permits(), 0, "it asks with its permit");
         say(&line, Kind::Wait, 3, None).await;
@@ -42,7 +50,7 @@ async fn a_waiting_process_holds_no_permit() {
         let taken = timeout(DEADLINE, permits.acquire()).await.expect("it waits with its permit").unwrap();
         say(&line, Kind::Done, 3, None).await;
         drop(taken);
-        let (line, question) = asked(&listener).await;
+        let (line, question) = asked(&listener, &node).await;
         assert_eq!(question.kind, Kind::GetAgain);
         assert_eq!(permits.available_permits(), 0, "it asks again with its permit");
         say(&line, Kind::Alone, 3, None).await;
@@ -61,8 +69,12 @@ async fn a_process_without_a_permit_does_not_ask() {
     assert!(poll!(reading.as_mut()).is_pending());
     // Connections come in their order: the first one is not that of the reader.
     let line = Line::connect(&node.address).await.unwrap();
-    say(&line, Kind::Get, 77, None).await;
-    assert_eq!(asked(&listener).await.1.group, 77);
+    let asking = async {
+        assert!(proof::introduce(&line, &node.key, DEADLINE).await.unwrap());
+        say(&line, Kind::Get, 77, None).await;
+    };
+    let ((), (_served, question)) = tokio::join!(asking, asked(&listener, &node));
+    assert_eq!(question.group, 77);
     drop(listener);
     permits.add_permits(1);
     assert_eq!(reading.await, batch(3));
@@ -120,7 +132,7 @@ async fn after_a_failed_put_a_process_does_not_ask_for_a_while() {
     let listener = Listener::bind(&node.address).unwrap();
     let decoded = AtomicU32::new(0);
     let refusing = async {
-        let (line, _) = asked(&listener).await;
+        let (line, _) = asked(&listener, &node).await;
         say(&line, Kind::Decode, 3, None).await;
         let put = within(DEADLINE, line.receive()).await.unwrap();
         assert_eq!(put.kind, Kind::Put);
@@ -163,7 +175,7 @@ async fn a_file_with_other_rows_or_columns_is_not_used() {
         let listener = Listener::bind(&node.address).unwrap();
         let decoded = AtomicU32::new(0);
         let lying = async {
-            let (line, _) = asked(&listener).await;
+            let (line, _) = asked(&listener, &node).await;
             say(&line, Kind::Hit, 3, Some(&memory::encode(&sent).unwrap())).await;
         };
         let (found, ()) = tokio::join!(read(&node, 3, &decoded), lying);
@@ -222,7 +234,7 @@ async fn a_peer_that_sends_nonsense_is_dropped() {
     let decoded = AtomicU32::new(0);
     read(&node, 0, &decoded).await;
     for (kind, group) in [(Kind::Get, 64), (Kind::Put, 0), (Kind::Done, 0)] {
-        let line = node.connect().await.unwrap();
+        let line = introduced(&node).await;
         say(&line, kind, group, None).await;
         assert!(within(DEADLINE, line.receive()).await.is_err(), "{kind:?} {group}");
     }
@@ -257,4 +269,40 @@ async fn until(work: impl Future, event: impl Future<Output = ()>) {
         _ = work => panic!("it has ended"),
         () = event => {}
     }
+}
+
+#[tokio::test]
+async fn a_process_that_waits_takes_over_from_a_server_that_dies() {
+    let node = Ends::new().end();
+    let listener = Listener::bind(&node.address).unwrap();
+    let decoded = AtomicU32::new(0);
+    let dying = async {
+        let (line, question) = asked(&listener, &node).await;
+        assert_eq!(question.kind, Kind::Get);
+        say(&line, Kind::Wait, 3, None).await;
+        drop((line, listener));
+    };
+    let (found, ()) = tokio::join!(read(&node, 3, &decoded), dying);
+    assert_eq!(found, batch(3));
+    assert!(node.may_ask(&wanted(4)), "the end of a server is no error");
+    assert!(node.shelf.bytes() > 0, "it serves the row group now");
+    assert_eq!(decoded.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn questions_that_fail_together_count_as_one_error() {
+    let mut quiet = Quiet::default();
+    let shortest = Duration::from_secs(10);
+    let began = Instant::now();
+    assert_eq!(quiet.begin(began, shortest), Some(shortest));
+    for _ in 0..16 {
+        assert_eq!(quiet.begin(began, shortest), None);
+    }
+    // Its question began later.
+    let later = quiet.noted.unwrap() + Duration::from_nanos(1);
+    assert_eq!(quiet.begin(later, shortest), Some(shortest * 2));
+    quiet.end();
+    assert_eq!(quiet.begin(began, shortest), None, "from before the last error");
+    let later = quiet.noted.unwrap() + Duration::from_nanos(1);
+    assert_eq!(quiet.begin(later, shortest), Some(shortest));
 }
