@@ -68,7 +68,7 @@ test-frameworks: setup-test-frameworks ## The Python package and its examples wi
 FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/$(1) cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
 	--test fuzz --
 TIME ?= 60
-# Those of `make conformance`. `feed_source` is new and joins them once it has run clean for an hour.
+# Those of `make conformance`. `feed_source` and `jpeg` are new and join them once they have run clean for an hour.
 FUZZ_TARGETS = kafka_request kafka_batch feed_plan record metadata object name rest_body grpc_request config_pbtxt manifest \
 	onnx_graph state job
 TARGET ?=

@@ -31,11 +31,12 @@ pub struct Target {
 pub const MEMORY_BYTES: usize = 16 << 20;
 
 /// All targets.
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 16] = [
     target("kafka_request", streams::request, streams::requests, 256, 4096),
     target("kafka_batch", streams::batch, streams::batches, 256, 4096),
     target("feed_plan", streams::plan, streams::plans, 512, 8192),
     target("feed_source", streams::source, streams::sources, 4096, 4096),
+    target("jpeg", streams::jpeg, streams::jpegs, 64, 4096),
     target("record", streams::record, streams::records, 128, 4096),
     target("metadata", volumes::metadata, volumes::records, 64, 1024),
     target("object", volumes::object, volumes::objects, 4096, 4096),

@@ -57,6 +57,20 @@ pub(crate) fn sources() -> Vec<Vec<u8>> {
     ]
 }
 
+/// A JPEG file. Those of Pillow with subsampled colours and several scans are in `corpus/`.
+pub(crate) fn jpeg(input: &[u8]) {
+    fuzzing::jpeg(input);
+}
+
+/// A file in grey and one in colours.
+pub(crate) fn jpegs() -> Vec<Vec<u8>> {
+    let files = fuzzing::jpegs();
+    for file in &files {
+        assert!(fuzzing::jpeg(file).is_some(), "a seed is valid");
+    }
+    files
+}
+
 /// One request of each kind and version.
 pub(crate) fn requests() -> Vec<Vec<u8>> {
     let topic = || TopicName(StrBytes::from_static_str("digits"));

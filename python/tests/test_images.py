@@ -74,15 +74,8 @@ class ImagesTest(HomeCase):
 
     def assert_close(self, found: Any, expected: Any, row: int) -> None:
         off = numpy.abs(found.astype(int) - expected.astype(int))
-        if row % 5 > 2:
-            # Lossless images differ by the rounding of the scaling only.
-            self.assertLessEqual(off.max(), 1, f"row {row}")
-        elif row % 3 == 0:
-            self.assertLessEqual(off.max(), 2, f"row {row}")
-        else:
-            # Decoders interpolate subsampled colours in different ways, most of all in the last column.
-            self.assertGreater((off <= 2).mean(), 0.999, f"row {row}")
-            self.assertLessEqual(off.max(), 16, f"row {row}")
+        # The decoders give the same values, so only the rounding of the scaling differs.
+        self.assertLessEqual(off.max(), 1, f"row {row}")
         self.assertLess(off.mean(), 0.6, f"row {row}")
 
     def test_pixels_are_those_of_pillows_antialiased_scaling(self) -> None:

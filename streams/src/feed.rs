@@ -53,7 +53,7 @@ pub mod flight;
 mod footer;
 mod gather;
 mod hash;
-mod image;
+pub(crate) mod image;
 mod ipc;
 pub mod metrics;
 mod mixture;

@@ -9,6 +9,23 @@ use crate::feed::{Plan, PlanOptions};
 
 pub use crate::broker::fuzzing::{batch, request, sealed};
 
+/// Decodes a JPEG file of few pixels, and gives the bytes of its pixels. Panics where it decodes to two results.
+pub fn jpeg(bytes: &[u8]) -> Option<usize> {
+    crate::feed::image::fuzzing::jpeg(bytes)
+}
+
+/// JPEG files of `image`: grey, and in colours.
+pub fn jpegs() -> Vec<Vec<u8>> {
+    let grey = image::GrayImage::from_fn(19, 9, |x, y| image::Luma([(x * 13 + y * 7) as u8]));
+    let colours =
+        image::RgbImage::from_fn(17, 11, |x, y| image::Rgb([x * 9, y * 20, x * y].map(|v| v as u8)));
+    let encoded = |image: image::DynamicImage| {
+        let mut bytes = std::io::Cursor::new(Vec::new());
+        image.write_to(&mut bytes, image::ImageFormat::Jpeg).ok().map(|()| bytes.into_inner())
+    };
+    [grey.into(), colours.into()].into_iter().filter_map(encoded).collect()
+}
+
 /// The plan of a small dataset, for seeds.
 pub fn plan() -> Option<Plan> {
     let group = |rows| RowGroup { rows, bytes: 100 * rows };

@@ -2,6 +2,7 @@
 //!
 //! - [`ImageOptions`]: the transform of one column.
 //! - `decode`: bytes of a JPEG, PNG or WebP file to 8-bit pixels, within bounds.
+//! - `jpeg`: the decoder of JPEG files, with the values of libjpeg-turbo.
 //! - `geometry`: crops and flips, pure arithmetic on sizes and a key.
 //! - `render`: pixels to one row of the tensor.
 //! - `stage`: all of it for the rows of a batch, on all processors.
@@ -14,7 +15,9 @@
 //! - The number of pixels is checked before any of them is decoded.
 
 mod decode;
+pub(crate) mod fuzzing;
 mod geometry;
+mod jpeg;
 mod key;
 mod render;
 mod source;

@@ -6,11 +6,14 @@ use ::image::metadata::Orientation;
 use ::image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 use parking_lot::{Condvar, Mutex};
 
+use super::jpeg::Jpeg;
 use super::{Channels, ImageOptions};
 
-/// Bytes of memory for each pixel of a JPEG file while it is decoded: coefficients of progressive files, samples and
-/// the result.
-const JPEG_PIXEL_BYTES: u64 = 12;
+/// Bytes of memory for each pixel of a JPEG file while it is decoded: 6 of coefficients in progressive files, 3 of
+/// samples, 3 of samples in full resolution, 3 of the result, and tables.
+const JPEG_PIXEL_BYTES: u64 = 16;
+/// Sides of a JPEG file are decoded in units of up to this many pixels: 4 blocks of 8.
+const JPEG_UNIT: u32 = 32;
 
 /// Bytes of one row of a PNG file together with its chunks beside the pixels. A colour profile of a few kilobytes may
 /// grow to any size; one beyond this is left out, as no pixel depends on it.
@@ -83,8 +86,18 @@ pub(super) fn decode<'b>(
                 .into());
         }
     };
-    if format == ImageFormat::Jpeg && !has_end(content) {
-        return Err(broken(&"the file ends before the end of the image"));
+    if format == ImageFormat::Jpeg {
+        if !has_end(content) {
+            return Err(broken(&"the file ends before the end of the image"));
+        }
+        if let Some(jpeg) = Jpeg::new(content).map_err(|e| broken(&e))? {
+            let (width, height) = jpeg.size();
+            check_size(width, height, options)?;
+            let share = budget.take(jpeg_bytes(width, height));
+            let orientation = jpeg.orientation();
+            let image = jpeg.decode().map_err(|e| broken(&e))?;
+            return Ok(pixels_of(image, orientation, options.channels, share));
+        }
     }
     let mut limits = Limits::no_limits();
     // Of PNG only: the other decoders allocate no more than the file has bytes before the pixels are counted.
@@ -92,32 +105,54 @@ pub(super) fn decode<'b>(
     reader.limits(limits);
     let mut decoder = reader.into_decoder().map_err(|e| broken(&e))?;
     let (width, height) = decoder.dimensions();
-    let pixels = u64::from(width) * u64::from(height);
-    if pixels > options.pixels_max {
-        return Err(format!(
-            "the image says that it has {width} x {height} pixels, more than pixels_max = {}; scale it down, or raise \
-             pixels_max",
-            options.pixels_max
-        ));
-    }
-    if pixels == 0 {
-        return Err(broken(&"it has no pixels"));
-    }
+    check_size(width, height, options)?;
     let share = budget.take(match format {
-        ImageFormat::Jpeg => pixels * JPEG_PIXEL_BYTES,
-        _ => decoder.total_bytes().saturating_mul(2) + pixels * 4,
+        ImageFormat::Jpeg => jpeg_bytes(width, height),
+        _ => decoder.total_bytes().saturating_mul(2) + u64::from(width) * u64::from(height) * 4,
     });
     // Without readable metadata there is no rotation.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(|e| broken(&e))?;
+    let image = DynamicImage::from_decoder(decoder).map_err(|e| broken(&e))?;
+    Ok(pixels_of(image, orientation, options.channels, share))
+}
+
+/// Checks the number of pixels that an image says it has, before any of them is decoded.
+fn check_size(width: u32, height: u32, options: &ImageOptions) -> Result<(), String> {
+    match u64::from(width) * u64::from(height) {
+        0 => Err(
+            "the image cannot be decoded (it has no pixels); write it again, or leave the row out (where)"
+                .into(),
+        ),
+        pixels if pixels > options.pixels_max => Err(format!(
+            "the image says that it has {width} x {height} pixels, more than pixels_max = {}; scale it down, or raise \
+             pixels_max",
+            options.pixels_max
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes of memory that decoding a JPEG file of this size takes. Thin images have more samples than pixels.
+pub(super) fn jpeg_bytes(width: u32, height: u32) -> u64 {
+    let padded = |side: u32| u64::from(side.next_multiple_of(JPEG_UNIT));
+    padded(width) * padded(height) * JPEG_PIXEL_BYTES
+}
+
+/// Applies the orientation of a decoded image and brings it to the channels of the tensor.
+fn pixels_of(
+    mut image: DynamicImage,
+    orientation: Orientation,
+    channels: Channels,
+    share: Share<'_>,
+) -> Pixels<'_> {
     image.apply_orientation(orientation);
     let (width, height) = (image.width(), image.height());
-    let data = match options.channels {
+    let data = match channels {
         Channels::Rgb => image.into_rgb8().into_raw(),
         Channels::Grey if !image.color().has_color() => image.into_luma8().into_raw(),
         Channels::Grey => image.into_rgb8().as_raw().chunks_exact(3).map(luma).collect(),
     };
-    Ok(Pixels { width, height, data, _share: share })
+    Pixels { width, height, data, _share: share }
 }
 
 /// Luma by ITU-R BT.601 in 16-bit fixed point, as Pillow computes it.
