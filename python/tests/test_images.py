@@ -74,8 +74,9 @@ class ImagesTest(HomeCase):
 
     def assert_close(self, found: Any, expected: Any, row: int) -> None:
         off = numpy.abs(found.astype(int) - expected.astype(int))
-        # The decoders give the same values, so only the rounding of the scaling differs.
-        self.assertLessEqual(off.max(), 1, f"row {row}")
+        # The decoders give the same values, so only the rounding of the scaling differs. Older versions of libjpeg-turbo
+        # round differently.
+        self.assertLessEqual(off.max(), 2, f"row {row}")
         self.assertLess(off.mean(), 0.6, f"row {row}")
 
     def test_pixels_are_those_of_pillows_antialiased_scaling(self) -> None:

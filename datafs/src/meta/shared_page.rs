@@ -81,6 +81,11 @@ impl SharedPage {
         if address == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
+        // A mapping keeps the file open in the child of a fork, and its locks with it (`inherited.rs`).
+        // SAFETY: exactly what was mapped above; it stays as it is in this process.
+        if unsafe { libc::madvise(address, PAGE_BYTES as usize, libc::MADV_DONTFORK) } != 0 {
+            tracing::debug!(error = %io::Error::last_os_error(), "a child of a fork keeps the writer lock");
+        }
         let words = NonNull::new(address.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
         Ok(SharedPage { words })
     }

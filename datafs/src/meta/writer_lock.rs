@@ -35,8 +35,8 @@ const LEAVE_TO_OTHERS: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(crate) struct WriterLock {
     path: PathBuf,
-    /// Dropped before the file.
-    _held: Held,
+    /// Of the file and of its copy for the log; dropped before both.
+    _held: [Held; 2],
     file: File,
     page: SharedPage,
     log: ChangeLog,
@@ -70,10 +70,12 @@ impl WriterLock {
         // Several processes may extend it at once; none shortens it. A copy of it may have holes.
         allocate(&file, PAGE_BYTES).map_err(fail)?;
         let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
-        let log = ChangeLog::new(file.try_clone().map_err(fail)?);
+        let copy = file.try_clone().map_err(fail)?;
+        let held = [&file, &copy].map(Held::new);
+        let log = ChangeLog::new(copy);
         let mut turn = WriterLock {
             path,
-            _held: Held::new(&file),
+            _held: held,
             file,
             page,
             log,
