@@ -2,7 +2,8 @@
 //!
 //! It is a cache. Any entry may be missing at any time: the oldest ones of a volume are replaced beyond
 //! [`DERIVED_ENTRIES_MAX`], a deleted snapshot takes its entries along, and a backup holds none. Contents are verified
-//! by their SHA-256. Encrypted volumes have none: entries are not encrypted. An entry belongs to the number of its snapshot, which no other snapshot of the volume ever has.
+//! by their SHA-256. Encrypted volumes have none: entries are not encrypted. An entry belongs to the number of its
+//! snapshot, which no other snapshot of the volume ever has.
 
 use crate::error::{Error, Result};
 use crate::fs::View;

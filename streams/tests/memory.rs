@@ -163,7 +163,7 @@ fn resume(synthetic: &Synthetic, step: u64) -> Cost {
             assert!(batch.epochs.iter().all(|epoch| *epoch == 0));
         }
     });
-    // Waits for decoding that nobody needs any more.
+    // Waits for decoding whose result is not needed any more.
     drop(runtime);
     Cost {
         bytes: PEAK.load(Ordering::SeqCst) - held,

@@ -1,9 +1,9 @@
 //! The reader of large remote objects: frames are fetched in parallel in segments. A segment stays in memory
 //! for a short time for all readers, and is written to the cache in the background.
 //!
-//! The window of prefetched segments ahead of a sequential reader grows from 4 MiB to 32 MiB, and ends where the
-//! reader says that it will. Any other reader fetches only the frames that it needs. A reader of a frame that is being fetched waits for that
-//! request instead of sending another.
+//! The window of prefetched segments ahead of a sequential reader grows from 4 MiB to 32 MiB, and ends with the range
+//! that the reader has announced. Any other reader fetches only the frames that it needs. A reader of a frame that is
+//! being fetched waits for that request instead of sending another.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

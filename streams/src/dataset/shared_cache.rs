@@ -74,7 +74,7 @@ impl SharedCache {
             let stored = snapshot.derived_put(&name, &content);
             // The last handle of a home may be this one; it is closed before the reader goes on.
             drop(snapshot);
-            // Nobody listens after the wait.
+            // Fails when the reader has stopped waiting.
             done.send(stored.map(drop)).ok();
         };
         thread::Builder::new()

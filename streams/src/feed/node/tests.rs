@@ -218,7 +218,7 @@ async fn a_process_waits_for_one_claim_at_most() {
     drop(claim);
     assert!(done.is_cancelled(), "those that wait go on at once");
     let Answer::Decode(claim) = shelf.ask(1, true) else { panic!("the claim is free") };
-    assert!(matches!(shelf.ask(1, true), Answer::Alone), "nobody waits twice");
+    assert!(matches!(shelf.ask(1, true), Answer::Alone), "a process waits once");
     drop(claim);
 }
 
