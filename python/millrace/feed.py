@@ -660,6 +660,9 @@ class _Numpy:
             padded = numpy.full((len(lengths), width), pad, dtype=values.dtype)
         except OverflowError as error:
             raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}") from error
+        # NumPy makes an infinity of a number beyond the type.
+        if values.dtype.kind == "f" and numpy.isfinite(pad) and not numpy.isfinite(values.dtype.type(pad)):
+            raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
         padded[numpy.arange(width) < lengths[:, None]] = values
         return padded, lengths
 

@@ -118,6 +118,16 @@ class TorchTest(HomeCase):
             with self.assertRaisesRegex(millrace.UsageError, words):
                 millrace.Feed("lists:/ragged", pad=pad, home=self.home)
 
+    def test_pads_beyond_a_float_are_refused(self) -> None:
+        volume = millrace.Volume("floats", create=True, home=self.home)
+        lists = pyarrow.array([[0.5], []], pyarrow.list_(pyarrow.float32()))
+        with volume.open("/0.parquet", "wb") as out:
+            pyarrow.parquet.write_table(pyarrow.table({"x": lists}), out)
+        with self.assertRaisesRegex(millrace.UsageError, "pad of column 'x' is 1e\\+40, which is no float32"):
+            next(millrace.Feed("floats:/", pad={"x": 1e40}, home=self.home))
+        batch = next(millrace.Feed("floats:/", pad={"x": float("inf")}, home=self.home))
+        self.assertEqual(sorted(batch["x"].ravel().tolist()), [0.5, float("inf")])
+
     def test_lists_of_lists_are_refused_when_the_feed_opens(self) -> None:
         torch_or_skip()
         volume = millrace.Volume("nested", create=True, home=self.home)

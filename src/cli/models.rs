@@ -485,7 +485,7 @@ pub(crate) enum RecordFormat {
     Csv,
     /// One record per row
     Parquet,
-    /// One PNG or JPEG file per record
+    /// One JPEG, PNG or WebP file per record
     Image,
 }
 
@@ -496,8 +496,8 @@ pub(crate) struct PredictArgs {
     pub(crate) model: String,
     /// Files of records, images, or folders of images [default: standard input]
     pub(crate) files: Vec<PathBuf>,
-    /// Format of the records [default: by the file names: .json, .csv, .parquet, .png, .jpg, .jpeg, else JSON
-    /// lines]
+    /// Format of the records [default: by the file names: .json, .csv, .parquet, .png, .jpg, .jpeg, .webp, else
+    /// JSON lines]
     #[arg(long, value_enum)]
     pub(crate) format: Option<RecordFormat>,
     /// The field or column that feeds an input; just FIELD for a model with one input; for CSV also the

@@ -18,6 +18,7 @@ mod shared_cache;
 mod source_spec;
 mod spec;
 mod topic;
+mod types;
 mod volume;
 
 #[cfg(test)]
@@ -33,6 +34,7 @@ pub use volume::OpenDataset;
 
 pub(crate) use cache::{CachedBuckets, CachedRows, CachedTokens};
 pub(crate) use schema::{Conflict, conform, decode_schema, encode_schema};
+pub(crate) use types::unite;
 
 use std::sync::Arc;
 

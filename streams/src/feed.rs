@@ -80,7 +80,10 @@ pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
 pub use epoch::{EpochRows, Epochs};
 pub use error::{FeedError, Result};
-pub use image::{Channels, Crop, Filter as ImageFilter, IMAGE_SIDE_MAX, ImageOptions, Layout, Values};
+pub use image::{
+    Channels, Crop, DecodedImage, Filter as ImageFilter, IMAGE_PIXELS_MAX, IMAGE_SIDE_MAX, ImageError,
+    ImageOptions, Layout, Values,
+};
 pub use mixture::{MixedSpec, Mixture, MixtureFeed, MixtureSource, Until, Weight};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{

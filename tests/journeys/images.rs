@@ -127,17 +127,23 @@ fn predict_names_the_defect_of_an_image() {
     home.file("cut.jpg", &jpeg[..jpeg.len() - 2]);
     home.file("text.png", "no image");
     home.file("empty.png", "");
-    home.file("wide.png", encoded(GrayImage::new(20_000, 1), ImageFormat::Png));
+    home.file("wide.png", encoded(GrayImage::new(1 << 24, 1), ImageFormat::Png));
+    home.file("many.png", encoded(GrayImage::new(1 << 13, (1 << 13) + 1), ImageFormat::Png));
     home.file("rows.csv", "x\n1\n");
     let kept = home.file("predictions.jsonl", "from before");
     std::fs::create_dir(home.dir.path().join("none")).unwrap();
-    let cases: [(&[&str], i32, &str); 19] = [
+    let cases: [(&[&str], i32, &str); 20] = [
         (&["planar", "cut.png"], 6, "cut.png cannot be decoded"),
         (&["planar", "good.png", "cut.png"], 6, "cut.png cannot be decoded"),
         (&["planar", "cut.jpg"], 6, "cut.jpg cannot be decoded: the file ends"),
-        (&["planar", "text.png"], 6, "text.png is neither PNG nor JPEG"),
-        (&["planar", "empty.png"], 6, "empty.png is neither PNG nor JPEG"),
-        (&["planar", "wide.png"], 2, "wide.png says that it is larger than 16384 pixels a side"),
+        (&["planar", "text.png"], 6, "text.png is neither JPEG, PNG nor WebP"),
+        (&["planar", "empty.png"], 6, "empty.png is neither JPEG, PNG nor WebP"),
+        (&["planar", "many.png"], 2, "many.png says that it has 8192 by 8193 pixels, more than 67108864"),
+        (
+            &["planar", "wide.png"],
+            2,
+            "16777216 x 1 pixels is too long to be scaled to 2 x 2: scale it down first",
+        ),
         (&["planar", "good.png", "missing.png"], 3, "missing.png"),
         (&["planar", "none"], 3, "none has no images"),
         (&["planar", "good.png", "rows.csv"], 2, "images and records go to the model by two commands"),
@@ -148,7 +154,7 @@ fn predict_names_the_defect_of_an_image() {
         (&["planar", "good.png", "--mean", "0.1,0.2"], 2, "--mean has 2 values, the model takes 3"),
         (&["interleaved", "good.png", "--scaling", "vgg"], 2, "takes UINT8"),
         (&["open", "good.png"], 2, "say --layout nchw or nhwc"),
-        (&["open", "wide.png", "--layout", "nchw"], 2, "scale it down first"),
+        (&["open", "wide.png", "--layout", "nchw"], 2, "bytes of a request"),
         (&["two", "good.png"], 2, "models with one input, this one has a, b"),
         (&["nosuch", "good.png"], 3, "no model \"nosuch\""),
     ];

@@ -10,8 +10,9 @@
 //! holds for later steps. So the scale of each step depends on the run alone, and gradients of any float32
 //! magnitude can be summed. A step needs a second exchange only where magnitudes change by orders.
 //!
-//! The first step begins with 40 fraction bits, which suit largest elements of 1e-3 to 5e5 (with 12 shards).
-//! The largest element of a step uses 30 bits or more, six more than a float32 has.
+//! The first step begins with 46 fraction bits, which suit largest elements of 0.016 to 1e4 (with 12 shards). The largest
+//! element of a step uses 40 bits or more. Elements down to 1/65,536 of it keep the 24 bits of a float32, smaller ones
+//! fewer, and those below about 1e-12 of it count as 0. [`Scale::losses`] counts these.
 //!
 //! **Range.** A sum has at most `contributions` values, one per virtual shard. Each is limited to
 //! `(2^63 - 1) / contributions`. No partial or complete sum can therefore overflow, and wrapping addition on
@@ -25,17 +26,18 @@ use thiserror::Error;
 use crate::wide::wide;
 
 /// Fraction bits at the start of a run.
-pub const FRACTION_BITS_DEFAULT: i32 = 40;
+pub const FRACTION_BITS_DEFAULT: i32 = 46;
 /// Range of fraction bits that float32 elements can need.
 const FRACTION_BITS: std::ops::RangeInclusive<i32> = -100..=200;
 
 /// Most contributions one sum may take.
 pub const CONTRIBUTIONS_MAX: u32 = 1 << 12;
 
-/// Bits of the largest element after [`Scale::for_largest`]: at most 2^44, far below [`NEAR`].
-const LARGEST_BITS: i32 = 44;
+/// Bits of the largest element after [`Scale::for_largest`]: at most 2^50, below [`NEAR`] and the limit of
+/// [`CONTRIBUTIONS_MAX`].
+const LARGEST_BITS: i32 = 50;
 /// Smallest allowed value of the largest element, in units of the scale; below it the scale is too coarse.
-const LARGEST_MIN: f64 = (1u64 << 30) as f64;
+const LARGEST_MIN: f64 = (1u64 << 40) as f64;
 
 /// Values per block: small enough for the first-level cache.
 const BLOCK: usize = 1024;
@@ -46,6 +48,9 @@ const SIGN: u32 = 1 << 31;
 const NEAR: f64 = (1u64 << 51) as f64;
 /// 1.5 · 2^52: the unit of an f64 of about this size is 1.
 const MAGIC: f64 = 6_755_399_441_055_744.0;
+/// Bits of the low part of a whole number that is converted in two parts.
+const LOW_BITS: u32 = 20;
+const LOW: f64 = (1u64 << LOW_BITS) as f64;
 
 /// Why a value cannot enter an exact sum.
 #[derive(Debug, Error, Clone, PartialEq)]
@@ -95,6 +100,22 @@ impl FixedError {
             FixedError::NonFinite { index, .. } => Some(*index),
             _ => None,
         }
+    }
+}
+
+/// Elements of contributions that are not 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// All of them.
+    pub elements: u64,
+    /// Those that are rounded to 0.
+    pub lost: u64,
+}
+
+impl std::ops::AddAssign for Losses {
+    fn add_assign(&mut self, other: Losses) {
+        self.elements += other.elements;
+        self.lost += other.lost;
     }
 }
 
@@ -159,6 +180,16 @@ impl Scale {
         add_blocks(*self, values, sum)
     }
 
+    /// Elements that are not 0, and how many of these are 0 in fixed-point form. Takes about as long as [`Scale::add`].
+    pub fn losses(&self, values: &[f32]) -> Losses {
+        // Half a unit is rounded to the even number, which is 0. Both sides are exact, as every f32 is an f64.
+        let half = 0.5 / self.factor();
+        let count = |is: &dyn Fn(f64) -> bool| {
+            values.iter().filter(|value| is(f64::from(value.abs()))).count() as u64
+        };
+        Losses { elements: count(&|value| value > 0.0), lost: count(&|value| value > 0.0 && value <= half) }
+    }
+
     /// The fixed-point form of `values`; for tests and measurements.
     pub fn encode(&self, values: &[f32]) -> Result<Vec<i64>, FixedError> {
         let mut sum = vec![0i64; values.len()];
@@ -210,10 +241,7 @@ wide! {
                 continue;
             }
             for (slot, value) in slots.iter_mut().zip(values) {
-                let scaled = f64::from(*value) * factor;
-                // From 2^51 on, a 24-bit mantissa times a power of two is a whole number already.
-                let whole = if scaled.abs() > NEAR { scaled as i64 } else { round_near(scaled) };
-                *slot = slot.wrapping_add(whole);
+                *slot = slot.wrapping_add(round_far(f64::from(*value) * factor));
             }
         }
         Ok(largest)
@@ -233,7 +261,8 @@ wide! {
             match (high == 0, is_exact) {
                 (true, true) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) * reciprocal) as f32),
                 (true, false) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) / scale) as f32),
-                (false, _) => pairs.for_each(|(target, sum)| *target = (*sum as f64 / scale) as f32),
+                (false, true) => pairs.for_each(|(target, sum)| *target = (far_float(*sum) * reciprocal) as f32),
+                (false, false) => pairs.for_each(|(target, sum)| *target = (far_float(*sum) / scale) as f32),
             }
         }
     }
@@ -250,6 +279,22 @@ fn near_float(value: i64) -> f64 {
 #[inline(always)]
 fn round_near(value: f64) -> i64 {
     ((value + MAGIC).to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64)
+}
+
+/// As [`round_near`], for a value of at most 2^63 with 53 bits: a multiple of 2^20, and the rest of at most 2^19.
+#[inline(always)]
+fn round_far(value: f64) -> i64 {
+    let high = value / LOW + MAGIC;
+    // Both are exact: the rest has no more bits than the value.
+    let rest = value - (high - MAGIC) * LOW;
+    let high = (high.to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64);
+    (high << LOW_BITS).wrapping_add(round_near(rest))
+}
+
+/// The f64 nearest to any whole number: two exact parts, whose sum is rounded once.
+#[inline(always)]
+fn far_float(value: i64) -> f64 {
+    near_float(value >> LOW_BITS) * LOW + near_float(value & ((1 << LOW_BITS) - 1))
 }
 
 /// Adds one partial sum to another, element by element.

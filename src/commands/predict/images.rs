@@ -1,11 +1,10 @@
 //! Image input of `millrace predict`: finds, reads and decodes image files within bounds.
 
-use std::io::{self, Cursor, Read};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use image::metadata::Orientation;
-use image::{DynamicImage, ImageDecoder as _, ImageError, ImageFormat, ImageReader, Limits};
+use millrace_streams::feed::{Channels, DecodedImage, IMAGE_PIXELS_MAX, ImageError};
 
 use super::read::Records;
 use super::source::Source;
@@ -15,15 +14,11 @@ use crate::output::bytes;
 
 /// Largest image file.
 const FILE_BYTES_MAX: u64 = 64 << 20;
-/// Longest side of an image, in pixels.
-const SIDE_MAX: u32 = 16_384;
-/// Most bytes of a decoded image: a small file may claim any size.
-const DECODED_BYTES_MAX: u64 = 256 << 20;
 
 /// Whether a file name is that of an image.
 pub(super) fn is_image(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    ["png", "jpg", "jpeg"].iter().any(|image| extension.eq_ignore_ascii_case(image))
+    ["png", "jpg", "jpeg", "webp"].iter().any(|image| extension.eq_ignore_ascii_case(image))
 }
 
 /// The images of a folder, sorted by name.
@@ -35,7 +30,10 @@ pub(super) fn of_folder(folder: &Path) -> Result<Vec<PathBuf>> {
     paths.retain(|path| is_image(path) && path.is_file());
     paths.sort_unstable();
     if paths.is_empty() {
-        return fail(Exit::NotFound, format!("{shown} has no images: files that end in .png, .jpg or .jpeg"));
+        return fail(
+            Exit::NotFound,
+            format!("{shown} has no images: files that end in .png, .jpg, .jpeg or .webp"),
+        );
     }
     Ok(paths)
 }
@@ -52,7 +50,8 @@ impl Source {
         let conversion = records.conversion;
         // Set whenever the sources are images.
         let Some(form) = &conversion.images else { return Ok(()) };
-        let image = decode(&content).map_err(|(exit, reason)| failure(exit, format!("{name} {reason}")))?;
+        let image = decode(&content, form.channels())
+            .map_err(|(exit, reason)| failure(exit, format!("{name} {reason}")))?;
         let row = form
             .elements(image)
             .and_then(|elements| conversion.intake.row_of(vec![elements]).map_err(|error| error.to_string()));
@@ -64,66 +63,21 @@ impl Source {
     }
 }
 
-/// Decodes an image and applies its orientation.
-fn decode(content: &[u8]) -> Result<DynamicImage, (Exit, String)> {
-    let broken = |reason: &dyn std::fmt::Display| (Exit::Corrupt, format!("cannot be decoded: {reason}"));
-    let mut reader =
-        ImageReader::new(Cursor::new(content)).with_guessed_format().map_err(|error| broken(&error))?;
-    match reader.format() {
-        Some(ImageFormat::Png) => {}
-        Some(ImageFormat::Jpeg) if is_truncated_jpeg(content) => {
-            return Err(broken(&"the file ends before the end of the image"));
+/// Decodes an image as feeds do, so that a model sees the values that it learned from.
+fn decode(content: &[u8], channels: Channels) -> Result<DecodedImage, (Exit, String)> {
+    DecodedImage::decode(content, channels, IMAGE_PIXELS_MAX).map_err(|error| match error {
+        ImageError::Empty | ImageError::Unknown => {
+            (Exit::Corrupt, "is neither JPEG, PNG nor WebP".to_owned())
         }
-        Some(ImageFormat::Jpeg) => {}
-        _ => return Err((Exit::Corrupt, "is neither PNG nor JPEG".to_owned())),
-    }
-    let too_large = || {
-        let most = bytes(DECODED_BYTES_MAX);
-        let reason = format!(
-            "says that it is larger than {SIDE_MAX} pixels a side, or than {most} decoded: scale it down first"
-        );
-        (Exit::Usage, reason)
-    };
-    let refused = |error: ImageError| match error {
-        ImageError::Limits(_) => too_large(),
-        other => broken(&other),
-    };
-    let mut limits = Limits::no_limits();
-    limits.max_image_width = Some(SIDE_MAX);
-    limits.max_image_height = Some(SIDE_MAX);
-    limits.max_alloc = Some(DECODED_BYTES_MAX);
-    reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(refused)?;
-    if decoder.total_bytes() > DECODED_BYTES_MAX {
-        return Err(too_large());
-    }
-    // Unreadable metadata means no rotation.
-    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(refused)?;
-    image.apply_orientation(orientation);
-    Ok(image)
-}
-
-/// Whether a JPEG file is truncated: the decoder would fill the missing part with gray.
-fn is_truncated_jpeg(content: &[u8]) -> bool {
-    // After the start marker come segments with their lengths, up to the first scan.
-    let mut at = 2_usize;
-    loop {
-        match content.get(at..at.saturating_add(4)) {
-            Some([0xff, 0xff, ..]) => at += 1,
-            Some([0xff, marker, high, low]) => {
-                let begins = *marker == 0xda;
-                at += 2 + usize::from(u16::from_be_bytes([*high, *low]));
-                if begins {
-                    break;
-                }
-            }
-            // The decoder reports the error.
-            Some(_) => return false,
-            None => return true,
+        ImageError::TooLarge { width, height, pixels_max } => {
+            let reason = format!(
+                "says that it has {width} by {height} pixels, more than {pixels_max}: scale it down first"
+            );
+            (Exit::Usage, reason)
         }
-    }
-    !content.get(at..).is_some_and(|scans| scans.windows(2).any(|pair| pair == [0xff, 0xd9]))
+        ImageError::Damaged { reason } => (Exit::Corrupt, format!("cannot be decoded: {reason}")),
+        other => (Exit::Corrupt, format!("cannot be decoded: {other}")),
+    })
 }
 
 #[cfg(test)]

@@ -1,16 +1,13 @@
 //! Image conversion: pixels as elements of a tensor, with its channel order, size and value range.
 
-use image::DynamicImage;
-use image::imageops::{FilterType, resize};
 use millrace_bundle::{Datatype, TensorSpec};
 use millrace_serving::tensor::Data;
+use millrace_streams::feed::{Channels, DecodedImage};
 
 use crate::cli::{ImageArgs, Layout, Scaling};
 
 /// Most bytes of one image in a request: the default message limit of servers.
 const INPUT_BYTES_MAX: u64 = 64 << 20;
-/// Most intermediate pixels when an image is scaled (columns first, then rows); each takes 16 bytes.
-const SCALED_PIXELS_MAX: u64 = 64 << 20;
 
 /// The conversion of images to an input.
 #[derive(Debug, Clone, PartialEq)]
@@ -94,11 +91,19 @@ impl ImageConversion {
         Ok(ImageConversion { layout, channels, height, width, elements })
     }
 
-    /// The shape of an image without the batch dimension, and its elements.
+    /// The channels that images are decoded to.
+    pub(super) fn channels(&self) -> Channels {
+        match self.channels {
+            1 => Channels::Grey,
+            _ => Channels::Rgb,
+        }
+    }
+
+    /// The shape of an image of [`Self::channels`] without the batch dimension, and its elements.
     ///
     /// # Errors
-    /// The image would take too many bytes of a request.
-    pub(super) fn elements(&self, image: DynamicImage) -> Result<(Vec<i64>, Data), String> {
+    /// The image would take too many bytes of a request, or of memory.
+    pub(super) fn elements(&self, image: DecodedImage) -> Result<(Vec<i64>, Data), String> {
         let (height, width) = (self.height.unwrap_or(image.height()), self.width.unwrap_or(image.width()));
         let each = if self.elements == Elements::Bytes { 1 } else { 4 };
         let bytes =
@@ -109,22 +114,8 @@ impl ImageConversion {
                  scales it down where the model leaves the size open"
             ));
         }
-        let as_it_is = (image.width(), image.height()) == (width, height);
-        if !as_it_is && u64::from(image.width()) * u64::from(height) > SCALED_PIXELS_MAX {
-            return Err(format!(
-                "{} by {} pixels are too many to become {width} by {height}",
-                image.width(),
-                image.height()
-            ));
-        }
-        // A new pixel averages all pixels that it covers with triangle weights, as Python's image libraries
-        // do.
-        let samples = match (self.channels, as_it_is) {
-            (1, true) => image.into_luma8().into_raw(),
-            (1, false) => resize(&image.into_luma8(), width, height, FilterType::Triangle).into_raw(),
-            (_, true) => image.into_rgb8().into_raw(),
-            (_, false) => resize(&image.into_rgb8(), width, height, FilterType::Triangle).into_raw(),
-        };
+        let scaled = image.scaled(height, width).map_err(|error| format!("{error}: scale it down first"))?;
+        let samples = scaled.values();
         let (channels, height, width) = (self.channels as i64, i64::from(height), i64::from(width));
         let shape = match self.layout {
             None => vec![height, width],
@@ -132,9 +123,9 @@ impl ImageConversion {
             Some(Layout::Nhwc) => vec![height, width, channels],
         };
         let data = match &self.elements {
-            Elements::Bytes => Data::Uint8(self.ordered(&samples, |_, value| value)),
+            Elements::Bytes => Data::Uint8(self.ordered(samples, |_, value| value)),
             Elements::Floats(tables) => {
-                Data::Fp32(self.ordered(&samples, |channel, value| tables[channel][usize::from(value)]))
+                Data::Fp32(self.ordered(samples, |channel, value| tables[channel][usize::from(value)]))
             }
         };
         Ok((shape, data))

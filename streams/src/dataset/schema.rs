@@ -15,6 +15,7 @@ use arrow::ipc::convert::{IpcSchemaEncoder, fb_to_schema};
 use arrow::ipc::root_as_schema;
 use serde::{Deserialize, Serialize};
 
+use super::types::unite;
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
@@ -55,7 +56,7 @@ impl Conflict {
 /// The union of the files' columns in order of first appearance, and the columns left out because their types
 /// differ between files or a file has them twice.
 ///
-/// Nullability, field names inside lists, encodings and key-value metadata may differ between files.
+/// Nullability, names of list items, the order of struct fields, encodings and key-value metadata may differ between files.
 pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (Schema, Vec<Conflict>) {
     struct Column<'a> {
         field: Field,
@@ -86,13 +87,14 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (
                 }
                 Some(&i) => {
                     let column = &mut columns[i];
-                    if !column.field.data_type().equals_datatype(&kind) {
+                    let Some(united) = unite(column.field.data_type(), &kind) else {
                         if refused.insert(name.clone()) {
                             let first = (column.file.to_string(), Some(column.field.data_type().to_string()));
                             conflicts.push(conflict(first, Some((file.to_string(), kind.to_string()))));
                         }
                         continue;
-                    }
+                    };
+                    column.field.set_data_type(united);
                     column.seen += 1;
                     if field.is_nullable() {
                         column.field.set_nullable(true);
@@ -136,11 +138,25 @@ pub(crate) fn conform(
         .map(|field| match columns.get(field.name()) {
             None => Ok(new_null_array(field.data_type(), rows)),
             Some(array) if array.data_type() == field.data_type() => Ok(Arc::clone(array)),
-            Some(array) => cast(array, field.data_type()),
+            Some(array) => convert(array, field),
         })
         .collect::<Result<Vec<ArrayRef>, ArrowError>>()?;
     let options = RecordBatchOptions::new().with_row_count(Some(rows));
     RecordBatch::try_new_with_options(Arc::clone(schema), arrays, &options)
+}
+
+/// Converts a column to the type of its field, in which [`unify`] has united those of the files.
+fn convert(array: &ArrayRef, field: &Field) -> Result<ArrayRef, ArrowError> {
+    // Arrow casts structs of any field names, by position. A plan of an earlier program may ask for that.
+    if unite(field.data_type(), &plain(array.data_type())).as_ref() != Some(field.data_type()) {
+        return Err(ArrowError::SchemaError(format!(
+            "column {:?} is {}, which is not {}",
+            field.name(),
+            array.data_type(),
+            field.data_type()
+        )));
+    }
+    cast(array, field.data_type())
 }
 
 /// The schema as hexadecimal Arrow IPC, for plans and caches.

@@ -2,6 +2,7 @@
 //!
 //! - [`ImageOptions`]: the transform of one column.
 //! - `decode`: bytes of a JPEG, PNG or WebP file to 8-bit pixels, within bounds.
+//! - [`DecodedImage`]: the same for one image outside of a batch.
 //! - `jpeg`: the decoder of JPEG files, with the values of libjpeg-turbo.
 //! - `geometry`: crops and flips, pure arithmetic on sizes and a key.
 //! - `render`: pixels to one row of the tensor.
@@ -15,6 +16,8 @@
 //! - The number of pixels is checked before any of them is decoded.
 
 mod decode;
+mod decoded;
+mod error;
 pub(crate) mod fuzzing;
 mod geometry;
 mod jpeg;
@@ -32,6 +35,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::feed::error::{FeedError, Result};
 
+pub use decoded::DecodedImage;
+pub use error::ImageError;
 pub(crate) use key::{KEY_FIELD_TYPE, keys};
 pub(crate) use stage::{Images, Rows, TENSOR_BYTES_AHEAD};
 
@@ -40,7 +45,7 @@ pub const IMAGE_SIDE_MAX: u32 = 16_384;
 /// Most values of the tensor of one image.
 const VALUES_MAX: u64 = 1 << 26;
 /// Default of [`ImageOptions::pixels_max`].
-const PIXELS_MAX: u64 = 64 << 20;
+pub const IMAGE_PIXELS_MAX: u64 = 64 << 20;
 
 /// The part of an image that becomes the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -164,7 +169,7 @@ fn default_ratio() -> [f64; 2] {
 }
 
 fn default_pixels_max() -> u64 {
-    PIXELS_MAX
+    IMAGE_PIXELS_MAX
 }
 
 impl ImageOptions {
@@ -184,7 +189,7 @@ impl ImageOptions {
             layout: Layout::default(),
             mean: Vec::new(),
             std: Vec::new(),
-            pixels_max: PIXELS_MAX,
+            pixels_max: IMAGE_PIXELS_MAX,
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, DictionaryArray, Int64Array, ListArray, RecordBatch, StringArray,
+    Array, ArrayRef, AsArray, DictionaryArray, Int64Array, ListArray, RecordBatch, StringArray, StructArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Int32Type, Schema};
@@ -190,6 +190,46 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
     put(&*store, "t/2.parquet", parquet(&[text])).await;
     let error = read_epoch(&store, "t").await.unwrap_err().to_string();
     assert!(error.contains("t/0.parquet") && error.contains("t/2.parquet"), "{error}");
+}
+
+#[tokio::test]
+async fn fields_of_structs_are_matched_by_name_or_conflict() {
+    // Rows from `first` on, with a box of two fields whose values follow from the field's name.
+    let file = |first: i64, names: [&str; 2]| {
+        let number = |name: &str| {
+            let factor = if name == "min" { 10 } else { 100 };
+            Arc::new((first..first + 4).map(|id| Some(id * factor)).collect::<Int64Array>()) as ArrayRef
+        };
+        let fields = names.map(|name| (Arc::new(Field::new(name, DataType::Int64, true)), number(name)));
+        let boxes = Arc::new(StructArray::from(fields.to_vec())) as ArrayRef;
+        let ids = Arc::new(Int64Array::from_iter_values(first..first + 4)) as ArrayRef;
+        RecordBatch::try_from_iter([("id", ids), ("box", boxes)]).unwrap()
+    };
+    let of = async |names: [&str; 2], format: fn(&[RecordBatch]) -> Vec<u8>, ending: &str| {
+        let [first, other] =
+            [(0, ["min", "max"]), (4, names)].map(|(first, names)| format(&[file(first, names)]));
+        store_of(vec![(&*format!("t/0.{ending}"), first), (&*format!("t/1.{ending}"), other)]).await
+    };
+    let formats: [(fn(&[RecordBatch]) -> Vec<u8>, &str); 2] =
+        [(parquet, "parquet"), (|batches| ipc(batches), "arrow")];
+    for (format, ending) in formats {
+        let store = of(["max", "min"], format, ending).await;
+        let batch = &read_epoch(&store, "t").await.unwrap()[0];
+        let ids = batch["id"].as_primitive::<arrow::datatypes::Int64Type>().values().to_vec();
+        for (name, factor) in [("min", 10), ("max", 100)] {
+            let found = batch["box"].as_struct().column_by_name(name).unwrap();
+            let expected: Vec<i64> = ids.iter().map(|id| id * factor).collect();
+            assert_eq!(
+                found.as_primitive::<arrow::datatypes::Int64Type>().values().to_vec(),
+                expected,
+                "{name}"
+            );
+        }
+        for names in [["max", "mean"], ["x", "y"]] {
+            let error = read_epoch(&of(names, format, ending).await, "t").await.unwrap_err();
+            assert!(matches!(error, FeedError::SchemaConflict { .. }), "{error}");
+        }
+    }
 }
 
 #[tokio::test]

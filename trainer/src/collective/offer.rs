@@ -18,6 +18,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 use super::Options;
 use super::frame::PAYLOAD_BYTES_MAX;
@@ -174,6 +175,11 @@ impl Offer {
         }
         if metadata.uid() != nix::unistd::geteuid().as_raw() {
             return Err(format!("{path} belongs to user {}", metadata.uid()));
+        }
+        // A file of huge pages looks the same. Its pages may be missing when they are touched, which ends the process.
+        let system = fstatfs(&file).map_err(|e| format!("read the file system of {path}: {e}"))?;
+        if system.filesystem_type() != TMPFS_MAGIC {
+            return Err(format!("{path} is not on a file system of memory"));
         }
         let seals =
             fcntl(&file, FcntlArg::F_GET_SEALS).map_err(|e| format!("read the seals of {path}: {e}"))?;

@@ -4,7 +4,7 @@ use super::*;
 use proptest::prelude::*;
 
 fn scale() -> Scale {
-    Scale::new(FRACTION_BITS_DEFAULT, 12).unwrap()
+    Scale::new(40, 12).unwrap()
 }
 
 proptest! {
@@ -86,10 +86,10 @@ fn the_extremes_of_the_range_sum_without_overflow() {
 #[test]
 fn a_scale_is_found_for_every_magnitude_that_a_float_has() {
     let scale = Scale::new(FRACTION_BITS_DEFAULT, CONTRIBUTIONS_MAX).unwrap();
-    for largest in [1e-3, 1.0, 2e3] {
+    for largest in [0.016, 1.0, 31.0] {
         assert!(scale.suits(largest), "{largest}");
     }
-    for largest in [f32::MAX, 1e30, 1e6, 1e-4, 1e-20, f32::MIN_POSITIVE, f32::from_bits(1)] {
+    for largest in [f32::MAX, 1e30, 1e6, 1e-3, 1e-20, f32::MIN_POSITIVE, f32::from_bits(1)] {
         assert!(!scale.suits(largest), "{largest}");
         let made = scale.for_largest(largest);
         assert!(made.suits(largest) && made == Scale::new(made.fraction_bits(), CONTRIBUTIONS_MAX).unwrap());
@@ -138,6 +138,38 @@ fn rounding_does_not_depend_on_the_neighbours() {
     let mixed = scale.encode(&mixed).unwrap();
     assert_eq!(mixed[..7], alone);
     assert_eq!(mixed[7..], [600_000 << 40, -600_000 << 40, 3000 << 40]);
+}
+
+#[test]
+fn large_values_are_whole_numbers_in_two_parts() {
+    let mut values: Vec<f64> =
+        (0..63).flat_map(|bits| [1.0, 1.5, 1.999_999_9].map(|x| x * 2f64.powi(bits))).collect();
+    values.extend([0.0, 0.5, 1.5, 2.5, 1e-30, 524_288.5, 1_048_575.5, 2_251_799_813_685_247.5, 4.6e18]);
+    for value in values.into_iter().flat_map(|value| [value, -value]) {
+        // Numbers that reach the sum have the 24 bits of a float.
+        let value = if value.abs() > NEAR { f64::from(value as f32) } else { value };
+        assert_eq!(round_far(value), value.round_ties_even() as i64, "{value}");
+    }
+}
+
+#[test]
+fn elements_far_below_the_largest_are_counted_as_lost() {
+    // A column of nanoseconds beside ordinary ones.
+    let values = [1.7e18, 1.0, -3.0, 0.0, 1.7e9];
+    let scale = scale().for_largest(1.7e18);
+    assert_eq!(scale.encode(&values).unwrap()[1..4], [0, 0, 0]);
+    assert_eq!(scale.losses(&values), Losses { elements: 4, lost: 2 });
+    let unit = 2f32.powi(-40);
+    let scale = Scale::new(40, 12).unwrap();
+    let found = scale.losses(&[unit, 0.5 * unit, 0.51 * unit, -0.5 * unit, f32::from_bits(1), -0.0]);
+    assert_eq!(found, Losses { elements: 5, lost: 3 });
+    // Twelve orders of magnitude are summed.
+    let values = [1e12, 1.0, -1.0];
+    let scale = scale.for_largest(1e12);
+    assert_eq!(scale.losses(&values).lost, 0);
+    let mut back = [0f32; 3];
+    scale.mean_into(&scale.encode(&values).unwrap(), 1, &mut back).unwrap();
+    assert!((back[1] - 1.0).abs() < 2e-3 && back[2] == -back[1], "{back:?}");
 }
 
 /// Every path of the division gives the bits of the plain expression.

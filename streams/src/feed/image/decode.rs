@@ -1,4 +1,4 @@
-//! Decoding of one image file to 8-bit pixels, within a number of pixels and a budget of memory.
+//! Decoding of one image file to 8-bit pixels, within a number of pixels and what the caller admits.
 
 use std::io::Cursor;
 
@@ -6,8 +6,9 @@ use ::image::metadata::Orientation;
 use ::image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 use parking_lot::{Condvar, Mutex};
 
+use super::Channels;
+use super::error::ImageError;
 use super::jpeg::Jpeg;
-use super::{Channels, ImageOptions};
 
 /// Bytes of memory for each pixel of a JPEG file while it is decoded: 6 of coefficients in progressive files, 3 of
 /// samples, 3 of samples in full resolution, 3 of the result, and tables.
@@ -20,11 +21,20 @@ const JPEG_UNIT: u32 = 32;
 const CHUNK_BYTES_MAX: u64 = 64 << 20;
 
 /// Pixels of one image, row by row, the channels of a pixel together.
-pub(super) struct Pixels<'b> {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Pixels {
     pub(super) width: u32,
     pub(super) height: u32,
     pub(super) data: Vec<u8>,
-    _share: Share<'b>,
+}
+
+/// What decoding an image will take, known before any of its pixels is decoded.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Demand {
+    /// Width and height in pixels, as the header has them: the orientation may exchange the two.
+    pub(super) size: (u32, u32),
+    /// Bytes of memory.
+    pub(super) bytes: u64,
 }
 
 /// Memory of the images that are decoded at a time. An image that alone needs more than all of it takes all.
@@ -35,7 +45,7 @@ pub(super) struct Budget {
 }
 
 /// A part of a budget, given back when it is dropped.
-struct Share<'b> {
+pub(super) struct Share<'b> {
     budget: &'b Budget,
     bytes: u64,
 }
@@ -46,7 +56,7 @@ impl Budget {
     }
 
     /// Waits until other images have given back enough. Only for threads that may block.
-    fn take(&self, bytes: u64) -> Share<'_> {
+    pub(super) fn take(&self, bytes: u64) -> Share<'_> {
         let bytes = bytes.min(self.bytes_max);
         let mut used = self.used.lock();
         while *used + bytes > self.bytes_max {
@@ -64,70 +74,62 @@ impl Drop for Share<'_> {
     }
 }
 
-/// Decodes an image, applies its orientation, and brings it to the channels of the tensor. The error says what is wrong
-/// and what to do.
-pub(super) fn decode<'b>(
+/// Decodes an image, applies its orientation, and brings it to the channels of the tensor. `admit` may wait or refuse
+/// before any pixel is decoded; what it gives is returned with the pixels.
+///
+/// # Panics
+/// Where a decoder has a defect. The caller catches that.
+pub(super) fn decode<S>(
     content: &[u8],
-    options: &ImageOptions,
-    budget: &'b Budget,
-) -> Result<Pixels<'b>, String> {
+    channels: Channels,
+    pixels_max: u64,
+    admit: impl FnOnce(Demand) -> Result<S, ImageError>,
+) -> Result<(Pixels, S), ImageError> {
     if content.is_empty() {
-        return Err("the image has no bytes; write one there, or leave such rows out (where)".into());
+        return Err(ImageError::Empty);
     }
-    let broken = |error: &dyn std::fmt::Display| {
-        format!("the image cannot be decoded ({error}); write it again, or leave the row out (where)")
-    };
-    let mut reader = ImageReader::new(Cursor::new(content)).with_guessed_format().map_err(|e| broken(&e))?;
+    let mut reader =
+        ImageReader::new(Cursor::new(content)).with_guessed_format().map_err(ImageError::damaged)?;
     let format = match reader.format() {
         Some(format @ (ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)) => format,
-        _ => {
-            return Err("the bytes are neither JPEG, PNG nor WebP; convert the image, or leave the row out \
-                        (where)"
-                .into());
-        }
+        _ => return Err(ImageError::Unknown),
     };
     if format == ImageFormat::Jpeg {
         if !has_end(content) {
-            return Err(broken(&"the file ends before the end of the image"));
+            return Err(ImageError::damaged("the file ends before the end of the image"));
         }
-        if let Some(jpeg) = Jpeg::new(content).map_err(|e| broken(&e))? {
+        if let Some(jpeg) = Jpeg::new(content).map_err(ImageError::damaged)? {
             let (width, height) = jpeg.size();
-            check_size(width, height, options)?;
-            let share = budget.take(jpeg_bytes(width, height));
+            check_size(width, height, pixels_max)?;
+            let admitted = admit(Demand { size: (width, height), bytes: jpeg_bytes(width, height) })?;
             let orientation = jpeg.orientation();
-            let image = jpeg.decode().map_err(|e| broken(&e))?;
-            return Ok(pixels_of(image, orientation, options.channels, share));
+            let image = jpeg.decode().map_err(ImageError::damaged)?;
+            return Ok((pixels_of(image, orientation, channels), admitted));
         }
     }
     let mut limits = Limits::no_limits();
     // Of PNG only: the other decoders allocate no more than the file has bytes before the pixels are counted.
     limits.max_alloc = Some(CHUNK_BYTES_MAX);
     reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(|e| broken(&e))?;
+    let mut decoder = reader.into_decoder().map_err(ImageError::damaged)?;
     let (width, height) = decoder.dimensions();
-    check_size(width, height, options)?;
-    let share = budget.take(match format {
+    check_size(width, height, pixels_max)?;
+    let bytes = match format {
         ImageFormat::Jpeg => jpeg_bytes(width, height),
         _ => decoder.total_bytes().saturating_mul(2) + u64::from(width) * u64::from(height) * 4,
-    });
+    };
+    let admitted = admit(Demand { size: (width, height), bytes })?;
     // Without readable metadata there is no rotation.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let image = DynamicImage::from_decoder(decoder).map_err(|e| broken(&e))?;
-    Ok(pixels_of(image, orientation, options.channels, share))
+    let image = DynamicImage::from_decoder(decoder).map_err(ImageError::damaged)?;
+    Ok((pixels_of(image, orientation, channels), admitted))
 }
 
 /// Checks the number of pixels that an image says it has, before any of them is decoded.
-fn check_size(width: u32, height: u32, options: &ImageOptions) -> Result<(), String> {
+fn check_size(width: u32, height: u32, pixels_max: u64) -> Result<(), ImageError> {
     match u64::from(width) * u64::from(height) {
-        0 => Err(
-            "the image cannot be decoded (it has no pixels); write it again, or leave the row out (where)"
-                .into(),
-        ),
-        pixels if pixels > options.pixels_max => Err(format!(
-            "the image says that it has {width} x {height} pixels, more than pixels_max = {}; scale it down, or raise \
-             pixels_max",
-            options.pixels_max
-        )),
+        0 => Err(ImageError::damaged("it has no pixels")),
+        pixels if pixels > pixels_max => Err(ImageError::TooLarge { width, height, pixels_max }),
         _ => Ok(()),
     }
 }
@@ -139,12 +141,7 @@ pub(super) fn jpeg_bytes(width: u32, height: u32) -> u64 {
 }
 
 /// Applies the orientation of a decoded image and brings it to the channels of the tensor.
-fn pixels_of(
-    mut image: DynamicImage,
-    orientation: Orientation,
-    channels: Channels,
-    share: Share<'_>,
-) -> Pixels<'_> {
+fn pixels_of(mut image: DynamicImage, orientation: Orientation, channels: Channels) -> Pixels {
     image.apply_orientation(orientation);
     let (width, height) = (image.width(), image.height());
     let data = match channels {
@@ -152,7 +149,7 @@ fn pixels_of(
         Channels::Grey if !image.color().has_color() => image.into_luma8().into_raw(),
         Channels::Grey => image.into_rgb8().as_raw().chunks_exact(3).map(luma).collect(),
     };
-    Pixels { width, height, data, _share: share }
+    Pixels { width, height, data }
 }
 
 /// Luma by ITU-R BT.601 in 16-bit fixed point, as Pillow computes it.

@@ -5,8 +5,14 @@ use fast_image_resize::pixels::{U8, U8x3};
 use fast_image_resize::{FilterType, PixelTrait, ResizeAlg, ResizeOptions, Resizer};
 
 use super::decode::Pixels;
+use super::error::ImageError;
 use super::geometry::{Geometry, Rect};
 use super::{Channels, Filter, ImageOptions, Layout, Values};
+
+/// Most bytes that scaling one image takes beside the pixels and the result.
+const SCRATCH_BYTES_MAX: u64 = 512 << 20;
+/// Bytes of weights for each row and column of the source: two as floating point, and two as integers.
+const WEIGHT_BYTES: u64 = 32;
 
 /// The conversion of one column, made once.
 pub(super) struct Renderer {
@@ -37,6 +43,12 @@ impl Renderer {
         &self.options
     }
 
+    /// Bytes that rendering an image of a width and a height takes at most beside the pixels and the tensor.
+    pub(super) fn scratch_bytes(&self, size: (u32, u32)) -> Result<u64, ImageError> {
+        let [height, width] = self.options.size;
+        check_scratch(size, (width, height), self.options.channels)
+    }
+
     /// Bytes of the tensor of one image.
     pub(super) fn row_bytes(&self) -> usize {
         self.options.width()
@@ -50,7 +62,7 @@ impl Renderer {
     pub(super) fn render(
         &self,
         resizer: &mut Resizer,
-        pixels: &Pixels<'_>,
+        pixels: &Pixels,
         geometry: &Geometry,
         out: &mut [u8],
     ) -> Result<(), String> {
@@ -59,20 +71,10 @@ impl Renderer {
         // Only the pixels of the tensor are computed, not those that a crop would remove.
         let (left, across) = span(source.width, geometry.scaled.0, geometry.corner.0, width);
         let (top, down) = span(source.height, geometry.scaled.1, geometry.corner.1, height);
-        let filter = match self.options.filter {
-            Filter::Bilinear => FilterType::Bilinear,
-            Filter::Bicubic => FilterType::CatmullRom,
-        };
-        let options = ResizeOptions::new()
-            .resize_alg(ResizeAlg::Convolution(filter))
-            .crop(left, top, across, down)
-            .use_alpha(false);
-        let mut scaled = vec![0; width as usize * height as usize * self.options.channels.count()];
-        match self.options.channels {
-            Channels::Rgb => scale::<U8x3>(resizer, pixels, source, &options, [width, height], &mut scaled),
-            Channels::Grey => scale::<U8>(resizer, pixels, source, &options, [width, height], &mut scaled),
-        }
-        .map_err(|e| format!("the image cannot be scaled ({e})"))?;
+        let ImageOptions { filter, channels, .. } = self.options;
+        let part = (left, top, across, down);
+        let scaled = resize(resizer, pixels, source, part, filter, channels, [width, height])
+            .map_err(|e| format!("the image cannot be scaled ({e})"))?;
         self.convert(&scaled, geometry, out);
         Ok(())
     }
@@ -108,13 +110,80 @@ impl Renderer {
     }
 }
 
+/// Bytes that scaling takes at most beside the pixels and the result: the columns of the source in the rows of the result
+/// or the rows in its columns, and the weights of each. An image of one row can be millions of pixels wide.
+pub(super) fn scratch_bytes(source: (u32, u32), out: (u32, u32), channels: Channels) -> u64 {
+    let (width, height) = (u64::from(source.0), u64::from(source.1));
+    let between = (width * u64::from(out.1)).max(height * u64::from(out.0));
+    between.saturating_mul(channels.count() as u64).saturating_add((width + height) * WEIGHT_BYTES)
+}
+
+/// Refuses to scale where [`scratch_bytes`] are too many. Sizes are width and height.
+pub(super) fn check_scratch(
+    source: (u32, u32),
+    out: (u32, u32),
+    channels: Channels,
+) -> Result<u64, ImageError> {
+    match scratch_bytes(source, out, channels) {
+        bytes if bytes <= SCRATCH_BYTES_MAX => Ok(bytes),
+        _ => Err(ImageError::TooLong {
+            width: source.0,
+            height: source.1,
+            out_width: out.0,
+            out_height: out.1,
+        }),
+    }
+}
+
+/// Scales a part (left, top, width, height) of the pixels of `source` to `size` (width, height).
+pub(super) fn resize(
+    resizer: &mut Resizer,
+    pixels: &Pixels,
+    source: &Rect,
+    part: (f64, f64, f64, f64),
+    filter: Filter,
+    channels: Channels,
+    size: [u32; 2],
+) -> Result<Vec<u8>, String> {
+    let filter = match filter {
+        Filter::Bilinear => FilterType::Bilinear,
+        Filter::Bicubic => FilterType::CatmullRom,
+    };
+    let (left, top, across, down) = part;
+    let [width, height] = size;
+    let of = |crop: (f64, f64, f64, f64)| {
+        ResizeOptions::new()
+            .resize_alg(ResizeAlg::Convolution(filter))
+            .crop(crop.0, crop.1, crop.2, crop.3)
+            .use_alpha(false)
+    };
+    let mut run = |pixels: &Pixels, source: &Rect, crop, size: [u32; 2]| {
+        let mut scaled = vec![0; size[0] as usize * size[1] as usize * channels.count()];
+        match channels {
+            Channels::Rgb => scale::<U8x3>(resizer, pixels, source, &of(crop), size, &mut scaled),
+            Channels::Grey => scale::<U8>(resizer, pixels, source, &of(crop), size, &mut scaled),
+        }
+        .map_err(|error| error.to_string())?;
+        Ok::<_, String>(scaled)
+    };
+    if matches!(filter, FilterType::Bilinear) {
+        return run(pixels, source, part, size);
+    }
+    // Cubic weights overshoot, and each pass limits its results to bytes. Pillow scales rows first, the resizer columns.
+    let rows = (left, 0.0, across, f64::from(source.height));
+    let data = run(pixels, source, rows, [width, source.height])?;
+    let narrow = Pixels { width, height: source.height, data };
+    let whole = Rect { x: 0, y: 0, width, height: source.height };
+    run(&narrow, &whole, (0.0, top, f64::from(width), down), [width, height])
+}
+
 /// Scales the part `source` of an image to `size` (width, height) into the bytes of `out`.
 ///
 /// With types: the dynamic functions of the crate compile each of their 26 kinds of pixels here, two thirds of the code of
 /// `millrace-streams`.
 fn scale<P: PixelTrait>(
     resizer: &mut Resizer,
-    pixels: &Pixels<'_>,
+    pixels: &Pixels,
     source: &Rect,
     options: &ResizeOptions,
     size: [u32; 2],

@@ -20,7 +20,8 @@ use object_store::{ObjectStore, ObjectStoreExt};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::decode::{Budget, decode};
+use super::decode::{Budget, Pixels, Share, decode};
+use super::error::ImageError;
 use super::geometry::Geometry;
 use super::key::Draws;
 use super::render::Renderer;
@@ -34,7 +35,7 @@ use crate::feed::footer::panic_text;
 pub(crate) const TENSOR_BYTES_AHEAD: u64 = 512 << 20;
 /// Tensors of one batch of one reader.
 const BATCH_BYTES_MAX: u64 = 4 << 30;
-/// Memory of the images that are decoded at a time.
+/// Memory of the images that are decoded and scaled at a time.
 const DECODED_BYTES_MAX: u64 = 512 << 20;
 /// Image files in memory that wait for a processor.
 const FETCHED_BYTES_MAX: u64 = 128 << 20;
@@ -347,7 +348,10 @@ impl Shared {
             let draws = Draws::new(self.origin(rows, at).plan.seed(), rows.epochs[at], rows.rows[at]);
             let rendered = catch_unwind(AssertUnwindSafe(|| {
                 let content = content.ok_or_else(null)?;
-                let pixels = decode(content, renderer.options(), &self.budget)?;
+                let (pixels, _share) = self.pixels(content, renderer).map_err(|error| {
+                    let remedy = error.remedy_for_rows();
+                    format!("{error}; {remedy}")
+                })?;
                 let geometry = Geometry::new(renderer.options(), pixels.width, pixels.height, draws);
                 renderer.render(&mut resizer, &pixels, &geometry, out)
             }));
@@ -370,6 +374,18 @@ impl Shared {
             })?;
         }
         Ok(())
+    }
+
+    /// Decodes an image when the images that are decoded at a time leave enough memory, for its scaling too.
+    fn pixels(&self, content: &[u8], renderer: &Renderer) -> Result<(Pixels, Share<'_>), ImageError> {
+        let ImageOptions { channels, pixels_max, .. } = *renderer.options();
+        decode(content, channels, pixels_max, |demand| {
+            let (width, height) = demand.size;
+            // The orientation may turn the image.
+            let scratch =
+                renderer.scratch_bytes((width, height))?.max(renderer.scratch_bytes((height, width))?);
+            Ok(self.budget.take(demand.bytes.saturating_add(scratch)))
+        })
     }
 
     /// The origin of a row of a batch.

@@ -3,7 +3,8 @@
 use ::image::{DynamicImage, GrayImage, ImageBuffer, ImageFormat, Luma, Rgb, RgbImage, Rgba, RgbaImage};
 use fast_image_resize::Resizer;
 
-use super::decode::{Budget, decode};
+use super::decode::{Pixels, decode};
+use super::error::ImageError;
 use super::geometry::Geometry;
 use super::key::Draws;
 use super::render::Renderer;
@@ -19,12 +20,15 @@ const PALETTE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACAgMAAAAP2OW3AAAACVBMVEX/A
 
 fn render(bytes: &[u8], options: &ImageOptions) -> Result<Vec<u8>, String> {
     options.check("image").unwrap();
-    let budget = Budget::new(1 << 20);
     let renderer = Renderer::new(options.clone());
-    let pixels = decode(bytes, options, &budget)?;
+    let pixels = pixels(bytes, options).map_err(|error| format!("{error}; {}", error.remedy_for_rows()))?;
     let geometry = Geometry::new(options, pixels.width, pixels.height, Draws::new(7, 0, 0));
     let mut out = vec![0; renderer.row_bytes()];
     renderer.render(&mut Resizer::new(), &pixels, &geometry, &mut out).map(|()| out)
+}
+
+fn pixels(bytes: &[u8], options: &ImageOptions) -> Result<Pixels, ImageError> {
+    decode(bytes, options.channels, options.pixels_max, |_| Ok(())).map(|(pixels, ())| pixels)
 }
 
 fn hwc(height: u32, width: u32) -> ImageOptions {
@@ -84,8 +88,8 @@ fn a_crop_before_scaling_does_not_see_the_pixels_around_it() {
         145, 110, 142, 155, 142, 166, 164, 169, 64, 156, 65, 88, 165, 99, 117, 175, 140, 146, 185, 180, 170,
         194, 214, 67, 185, 79, 91, 194, 120, 120, 204, 169, 149, 214, 218, 173, 223, 131,
     ];
-    let (options, budget) = (hwc(4, 5), Budget::new(1 << 20));
-    let pixels = decode(&encode(pattern(), ImageFormat::Png), &options, &budget).unwrap();
+    let options = hwc(4, 5);
+    let pixels = pixels(&encode(pattern(), ImageFormat::Png), &options).unwrap();
     let source = super::geometry::Rect { x: 2, y: 3, width: 7, height: 5 };
     let geometry = Geometry { source, scaled: (5, 4), corner: (0, 0), flip: false, flip_vertical: false };
     let mut out = vec![0; 60];
@@ -167,7 +171,7 @@ fn hostile_images_are_errors_that_say_what_to_do() {
     refused(b"", "no bytes");
     refused(b"GIF89a\x01\0\x01\0\0\0\0", "neither JPEG, PNG nor WebP");
     refused(b"<svg/>", "neither JPEG");
-    refused(&claiming(100_000, 100_000), "100000 x 100000 pixels, more than pixels_max = 1048576");
+    refused(&claiming(100_000, 100_000), "100000 x 100000 pixels, more than 1048576");
     refused(&claiming(1024, 1025), "raise pixels_max");
     refused(&claiming(1024, 1024), "cannot be decoded");
     let jpeg = encode(pattern(), ImageFormat::Jpeg);
@@ -191,6 +195,17 @@ fn hostile_images_are_errors_that_say_what_to_do() {
             }
         }
     }
+}
+
+#[test]
+fn images_too_long_to_be_scaled_are_refused_before_they_are_decoded() {
+    // All columns of the image in the rows of the result: 3 GiB.
+    let size = (1 << 26, 1);
+    let error = Renderer::new(hwc(16, 16)).scratch_bytes(size).unwrap_err();
+    assert_eq!(error, ImageError::TooLong { width: 1 << 26, height: 1, out_width: 16, out_height: 16 });
+    // A panorama of as many pixels.
+    let bytes = Renderer::new(hwc(224, 224)).scratch_bytes((1 << 16, 1 << 10)).unwrap();
+    assert!(((1 << 16) * 224 * 3..1 << 26).contains(&bytes), "{bytes}");
 }
 
 #[test]

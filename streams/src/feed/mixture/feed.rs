@@ -12,6 +12,7 @@ use futures::future::try_join_all;
 use object_store::ObjectStore;
 
 use super::Mixture;
+use crate::dataset::unite;
 use crate::feed::any::check_places;
 use crate::feed::assembly::Assembly;
 use crate::feed::batch::{Fetched, Form, batches_ahead, columns, pack_sequences, project};
@@ -280,13 +281,13 @@ fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<Schema
         let mut known = HashSet::new();
         for field in fields.iter_mut() {
             known.insert(field.name().clone());
-            match schema.field_with_name(field.name()) {
-                Ok(other) if other.data_type().equals_datatype(field.data_type()) => {
-                    let is_nullable = field.is_nullable() || other.is_nullable();
-                    field.set_nullable(is_nullable);
-                }
-                other => return Err(differs(field.name(), Some(&*field), other.ok())),
-            }
+            let other = schema.field_with_name(field.name()).ok();
+            let united = other.and_then(|other| unite(field.data_type(), other.data_type()));
+            let (Some(other), Some(united)) = (other, united) else {
+                return Err(differs(field.name(), Some(&*field), other));
+            };
+            field.set_nullable(field.is_nullable() || other.is_nullable());
+            field.set_data_type(united);
         }
         if let Some(more) = schema.fields().iter().find(|field| !known.contains(field.name())) {
             return Err(differs(more.name(), None, Some(more)));

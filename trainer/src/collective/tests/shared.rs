@@ -297,6 +297,9 @@ fn frames_with_a_wrong_place_are_refused() {
     assert!(error.to_string().contains("shared memory, which this connection lacks"), "{error}");
 }
 
+/// The page of files of huge pages on x86-64 and on most other machines.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 /// A memory file with these bytes and seals, and the offer of a ring of [`PAGE_BYTES`] in it.
 fn memory(name: &str, bytes: usize, seals: SealFlag) -> (File, Offer) {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
@@ -362,6 +365,16 @@ fn offers_of_another_memory_are_declined() {
         let (file, offer) = memory(NAME, bytes, SHRINK_AND_GROW);
         std::os::unix::fs::fchown(&file, Some(65534), None).unwrap();
         cases.push((keep((file, offer)), "belongs to user 65534"));
+    }
+    // Kernels without huge pages create no such file.
+    let huge = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING | MFdFlags::MFD_HUGETLB;
+    if let Ok(file) = memfd_create(NAME, huge).map(File::from) {
+        file.set_len(HUGE_PAGE_BYTES as u64).unwrap();
+        fcntl(&file, FcntlArg::F_ADD_SEALS(SHRINK_AND_GROW)).unwrap();
+        // Nothing is written: there may be no page.
+        let (size, descriptor) = ((HUGE_PAGE_BYTES - PAGE_BYTES) as u64, file.as_raw_fd() as u32);
+        let offer = Offer { size, descriptor, ..right.clone() };
+        cases.push((keep((file, offer)), "is not on a file system of memory"));
     }
     let numbers = [40i64, 50].map(i64::to_le_bytes);
     let frames = two_frames([&numbers[0], &numbers[1]], false);

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::{ReduceError, Reduced, Reduction};
 use crate::collective::Ring;
 use crate::engine::{Buckets, Product, ShardGradients};
-use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
+use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Losses, Scale};
 use crate::ledger::Tally;
 
 #[cfg(test)]
@@ -20,6 +20,11 @@ mod tests;
 /// Elements of a tile: with its sums 384 KiB, which the second-level cache holds. Tiles are the same on every worker, since
 /// the bits of a matrix product depend on its sizes.
 const TILE: usize = 1 << 15;
+
+/// One step of so many counts the elements that are rounded to 0, until it has warned.
+const COUNTED_STEP: u64 = 64;
+/// The least part of the elements that a warning is for. Confident predictions have some slopes next to 0, without harm.
+const LOST_PART: u64 = 16;
 
 /// The sums of a step in a scale that all workers agree on.
 pub(super) struct Strict {
@@ -37,6 +42,11 @@ pub(super) struct Strict {
     products: Vec<(usize, Product<f32>)>,
     /// Elements of the factors of `products`.
     held: usize,
+    /// Steps since this process began.
+    steps: u64,
+    /// Elements of this worker that are rounded to 0 in this step; `None` in a step that does not count them.
+    losses: Option<Losses>,
+    warned: bool,
 }
 
 impl Strict {
@@ -53,6 +63,9 @@ impl Strict {
             largest: Vec::new(),
             products: Vec::new(),
             held: 0,
+            steps: 0,
+            losses: None,
+            warned: false,
         })
     }
 
@@ -63,13 +76,35 @@ impl Strict {
         // Stable, though the order within a matrix does not matter for integers.
         products.sort_by_key(|(_, product)| product.range().start);
         for of_matrix in products.chunk_by(|(_, one), (_, other)| one.range() == other.range()) {
-            let found = add_products(self.tried, &mut self.sums, of_matrix)?;
-            for ((position, _), found) in of_matrix.iter().zip(found) {
+            let counts = self.losses.is_some();
+            let found = add_products(self.tried, &mut self.sums, of_matrix, counts)?;
+            for ((position, _), (found, losses)) in of_matrix.iter().zip(found) {
                 let largest = &mut self.largest[*position].1;
                 *largest = largest.max(found);
+                self.count(losses);
             }
         }
         Ok(())
+    }
+
+    fn count(&mut self, losses: Losses) {
+        if let Some(all) = &mut self.losses {
+            *all += losses;
+        }
+    }
+
+    /// Warns once where training goes on without a part of the gradient.
+    fn warn_of_losses(&mut self, step: u64) {
+        let Some(Losses { elements, lost }) = self.losses else { return };
+        if self.warned || lost == 0 || lost.saturating_mul(LOST_PART) < elements {
+            return;
+        }
+        self.warned = true;
+        tracing::warn!(
+            step,
+            "{lost} of {elements} gradient elements count as 0 in exact sums, as they are more than 1e12 times smaller than \
+             the largest: bring the columns of features to similar sizes, or set strategy = \"allreduce\""
+        );
     }
 }
 
@@ -80,6 +115,8 @@ impl Reduction for Strict {
 
     fn begin(&mut self) {
         self.tried = self.scale;
+        self.losses = (!self.warned && self.steps.is_multiple_of(COUNTED_STEP)).then(Losses::default);
+        self.steps += 1;
     }
 
     fn clear(&mut self, parameters: usize) {
@@ -89,6 +126,8 @@ impl Reduction for Strict {
         self.largest.clear();
         self.products.clear();
         self.held = 0;
+        // The step may begin anew, in another scale.
+        self.losses = self.losses.map(|_| Losses::default());
     }
 
     fn form(&self) -> Option<Arc<Buckets>> {
@@ -100,8 +139,12 @@ impl Reduction for Strict {
         let mut start = 0;
         for place in self.form.iter().flat_map(|bucket| bucket.places()) {
             let end = start + place.len();
-            let found = self.tried.add(&found.grad[start..end], &mut self.sums[place.clone()]);
+            let values = &found.grad[start..end];
+            let found = self.tried.add(values, &mut self.sums[place.clone()]);
             largest = largest.max(found.map_err(|error| error.behind(place.start))?);
+            if let Some(losses) = &mut self.losses {
+                *losses += self.tried.losses(values);
+            }
             start = end;
         }
         let position = self.largest.len();
@@ -129,6 +172,7 @@ impl Reduction for Strict {
         }
         let largest = total.largest();
         if self.tried.suits(largest) {
+            self.warn_of_losses(step);
             return Ok(Reduced::Sum(total));
         }
         tracing::debug!(step, largest, "computing the step in another scale");
@@ -160,12 +204,14 @@ fn scale(fraction_bits: i32, shards: usize) -> Result<Scale, FixedError> {
     Scale::new(fraction_bits, u32::try_from(shards).unwrap_or(u32::MAX))
 }
 
-/// Adds the gradients of one matrix to the flat vector `sums`. Returns the largest magnitude of each.
+/// Adds the gradients of one matrix to the flat vector `sums`. Returns the largest magnitude of each, and the elements that
+/// are rounded to 0 if `counts`.
 fn add_products(
     scale: Scale,
     sums: &mut [i64],
     products: &[(usize, Product<f32>)],
-) -> Result<Vec<f32>, FixedError> {
+    counts: bool,
+) -> Result<Vec<(f32, Losses)>, FixedError> {
     let Some((_, first)) = products.first() else { return Ok(Vec::new()) };
     let (start, width) = (first.range().start, first.width());
     let rows = (TILE / width).max(1);
@@ -173,15 +219,20 @@ fn add_products(
         values.resize(sums.len(), 0.0);
         let add = |(_, product): &(usize, Product<f32>)| {
             product.rows_into(tile * rows, values);
-            scale.add(values, sums).map_err(|error| error.behind(start + tile * rows * width))
+            let largest =
+                scale.add(values, sums).map_err(|error| error.behind(start + tile * rows * width))?;
+            Ok((largest, if counts { scale.losses(values) } else { Losses::default() }))
         };
-        products.iter().map(add).collect::<Result<Vec<f32>, FixedError>>()
+        products.iter().map(add).collect::<Result<Vec<(f32, Losses)>, FixedError>>()
     };
     let tiles = sums[first.range().clone()].par_chunks_mut(rows * width).enumerate();
-    let of_tiles: Vec<Vec<f32>> = tiles.map_init(Vec::new, add_tile).collect::<Result<_, _>>()?;
-    let mut largest = vec![0.0f32; products.len()];
+    let of_tiles: Vec<Vec<(f32, Losses)>> = tiles.map_init(Vec::new, add_tile).collect::<Result<_, _>>()?;
+    let mut all = vec![(0.0f32, Losses::default()); products.len()];
     for of_tile in of_tiles {
-        largest.iter_mut().zip(of_tile).for_each(|(largest, found)| *largest = largest.max(found));
+        for ((largest, losses), (found, lost)) in all.iter_mut().zip(of_tile) {
+            *largest = largest.max(found);
+            *losses += lost;
+        }
     }
-    Ok(largest)
+    Ok(all)
 }

@@ -112,6 +112,32 @@ fn long_factors_are_not_held() {
     assert_eq!((at_once, largest), (together, expected));
 }
 
+/// Elements in memory and in factors, beside one that is 18 orders of magnitude larger.
+#[test]
+fn elements_that_count_as_zero_are_counted_in_some_steps_only() {
+    let engine = engine();
+    let found = |in_factors: bool, steps: u64| {
+        let mut strict = strict(&engine, in_factors, "");
+        for _ in 1..steps {
+            strict.begin();
+        }
+        strict.tried = strict.tried.for_largest(1e18);
+        strict.clear(engine.layout().elements());
+        add(&engine, &mut strict, 0);
+        strict.finish().unwrap();
+        strict.losses
+    };
+    for in_factors in [false, true] {
+        let Losses { elements, lost } = found(in_factors, 1).unwrap();
+        assert!(
+            lost == elements && elements as usize > engine.layout().elements() / 3,
+            "{lost} of {elements}"
+        );
+        assert_eq!(found(in_factors, COUNTED_STEP), None);
+        assert!(found(in_factors, COUNTED_STEP + 1).is_some());
+    }
+}
+
 #[test]
 fn frozen_matrices_have_no_gradient() {
     let engine = engine();
@@ -134,7 +160,7 @@ fn element_of_a_product_that_is_not_finite_is_named() {
     let mut sums = vec![0; range.end];
     let product = Product::of(range, 2, left, right);
     let scale = scale(FRACTION_BITS_DEFAULT, 1).unwrap();
-    let error = add_products(scale, &mut sums, &[(0, product)]).unwrap_err();
+    let error = add_products(scale, &mut sums, &[(0, product)], false).unwrap_err();
     assert_eq!(error, FixedError::NonFinite { index: start + 350 * width, value: f32::INFINITY });
 }
 
@@ -148,7 +174,7 @@ fn rows_of_a_product_are_exact_for_whole_numbers() {
     let mut sums = vec![0; height * width];
     let product = Product::of(0..height * width, rows, left.clone(), right.clone());
     let scale = Scale::new(0, 2).unwrap();
-    let largest = add_products(scale, &mut sums, &[(0, product.clone()), (1, product)]).unwrap();
+    let largest = add_products(scale, &mut sums, &[(0, product.clone()), (1, product)], false).unwrap();
     let element = |row: usize, column: usize| -> i64 {
         (0..rows).map(|at| (left[at * height + row] * right[at * width + column]) as i64).sum()
     };
@@ -158,5 +184,5 @@ fn rows_of_a_product_are_exact_for_whole_numbers() {
         }
     }
     let most = sums.iter().map(|sum| sum.abs() / 2).max().unwrap();
-    assert_eq!(largest, [most as f32; 2]);
+    assert_eq!(largest, [(most as f32, Losses::default()); 2]);
 }
