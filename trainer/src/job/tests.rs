@@ -404,6 +404,47 @@ fn new_keys_are_checked_and_named() {
 }
 
 #[test]
+fn settings_of_optimizers_and_built_in_models_are_checked_and_named() {
+    for (settings, words) in [
+        ("kind = \"sgd\", learning_rate = nan", "optimizer.learning_rate is NaN, expected 1e-45 to 3e38"),
+        ("kind = \"adam\", learning_rate = inf", "optimizer.learning_rate is inf"),
+        ("kind = \"sgd\", momentum = 1.0", "optimizer.momentum is 1, expected 0 to"),
+        ("kind = \"adamw\", clip_norm = 0.0", "optimizer.clip_norm is 0"),
+        ("kind = \"adamw\", betas = [0.9, 1.0]", "optimizer.betas is 1"),
+        ("kind = \"adagrad\", learning_rate_decay = nan", "optimizer.learning_rate_decay is NaN"),
+        (
+            "kind = \"sgd\", schedule = { kind = \"cosine\", warmup_steps = 5, total_steps = 5 }",
+            "optimizer.schedule.total_steps is 5, expected more than schedule.warmup_steps",
+        ),
+        ("kind = \"sgd\", schedule = { kind = \"plateau\", min = 1.0 }", "optimizer.schedule.min is 1"),
+        // Keys of another kind of schedule.
+        ("kind = \"sgd\", schedule = { kind = \"constant\", warmup_steps = 100 }", "warmup_steps"),
+    ] {
+        let line = reason(&format!("{MINIMAL}optimizer = {{ {settings} }}\n"));
+        assert!(line.contains(words), "{line:?} lacks {words:?}");
+    }
+    for (settings, words) in [
+        ("kind = \"mlp\", inputs = 0, classes = 2", "model.inputs is 0, expected 1 to 2^30"),
+        ("kind = \"mlp\", inputs = 4, hidden = [0], classes = 2", "model.hidden is 0"),
+        ("kind = \"mlp\", inputs = 4, classes = 2, scale = nan", "model.scale is NaN"),
+        ("kind = \"mlp\", inputs = 1000000, hidden = [1000000], classes = 2", "model: the model would have"),
+        ("kind = \"cnn\", height = 0, width = 8, classes = 2", "model.height is 0"),
+        ("kind = \"cnn\", height = 8, width = 8, filters = [0], classes = 2", "model.filters is 0"),
+    ] {
+        let line = reason(&MINIMAL.replace("\"m.onnx\"", &format!("{{ {settings} }}")));
+        assert!(line.contains(words), "{line:?} lacks {words:?}");
+    }
+}
+
+#[test]
+fn a_constant_schedule_is_in_the_digest_as_before() {
+    let job = with("optimizer = { kind = \"sgd\", schedule = { kind = \"constant\" } }");
+    assert_eq!(job, with("optimizer = { kind = \"sgd\" }"));
+    let json = serde_json::to_string(&job.optimizer).unwrap();
+    assert!(json.ends_with(r#""schedule":{"kind":"constant"}}"#), "{json}");
+}
+
+#[test]
 fn inputs_are_columns_or_lists_of_them() {
     let several = |lines: &str| {
         JobFile::parse(&format!("{}{lines}\n", MINIMAL.replace("features = \"x\"\n", ""))).unwrap()
