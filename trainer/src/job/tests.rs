@@ -96,6 +96,11 @@ fn selections_keep_the_order_of_parts_and_survive_their_stored_form() {
     assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
     let sorted: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(serde_json::from_value::<JobFile>(sorted).unwrap(), job);
+    // The job's own dataset is the same with its name.
+    let named = text.replace("[validation]\n", "[validation]\ndataset = \"d@s:/t\"\n");
+    let named = JobFile::parse(&named).unwrap();
+    assert_eq!(named.validation_selection().unwrap(), job.validation_selection().unwrap());
+    assert_eq!(named.digest("model", "plan#1"), job.digest("model", "plan#1"));
     // Another dataset has a condition of its own.
     let other = text.replace("split = \"a\"\n", "dataset = \"d@s:/other\"\n");
     assert_eq!(JobFile::parse(&other).unwrap().validation_selection().unwrap(), None);
@@ -340,7 +345,9 @@ fn new_keys_are_checked_and_named() {
         ),
         ("loss = { kind = \"cross_entropy\", class_weights = [1, -2] }", ["loss.class_weights", "-2"]),
         ("loss = { kind = \"cross_entropy\", class_weights = [0, 0] }", ["loss.class_weights", "all 0"]),
-        ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "above 0"]),
+        ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "1e-30 to 1e30"]),
+        ("loss = { kind = \"huber\", delta = 1e-300 }", ["loss.delta = 1e-300", "1e-30 to 1e30"]),
+        ("loss = { kind = \"huber\", delta = inf }", ["loss.delta = inf", "1e-30 to 1e30"]),
         ("standardize_labels = true", ["standardize_labels", "not cross_entropy"]),
         ("[validation]\nevery_epochs = 1", ["[validation] has no rows", "dataset"]),
         ("[validation]\ndataset = \"d:/v\"", ["validation.dataset", "names no snapshot"]),
