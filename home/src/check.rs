@@ -65,8 +65,8 @@ pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
 
 /// [`read`], then the problems that `verify` finds, one at a time, in messages that begin with a key. That key is taken out
 /// as well, so that its default applies, and `verify` is called again. A message that names another key which was taken
-/// out is left out, since the value may be right with a right one there. Ends at a message without a key of the file, and
-/// at a key without a default.
+/// out is left out, since the value may be right with a right one there. For a key without a default, its table is taken
+/// out. Ends at a message without a key of the file, and at a table without a default.
 pub fn read_verified<S: DeserializeOwned>(
     text: &str,
     mut verify: impl FnMut(&mut S) -> Result<(), String>,
@@ -106,6 +106,8 @@ pub fn read_verified<S: DeserializeOwned>(
     }
     let (mut wrong, mut problems, mut settings) = (BTreeSet::<String>::new(), Vec::new(), None);
     let mut refused = 0;
+    // What was taken out last for `verify`.
+    let mut last = String::new();
     let whole = Places::of(&table, &lines, &wrong);
     loop {
         let rest = Spanned::new(0..0, without(&table, "", &wrong));
@@ -127,17 +129,28 @@ pub fn read_verified<S: DeserializeOwned>(
                 }
                 refused += 1;
                 match shown {
-                    Some(shown) if refused < WRONG_MAX && wrong.insert(shown.clone()) => {}
+                    Some(shown) if refused < WRONG_MAX && wrong.insert(shown.clone()) => last = shown,
                     _ => break,
                 }
             }
-            // The file needs an entry that `verify` has refused.
-            Err(_) if refused > 0 => break,
+            // The file needs an entry that `verify` has refused, but maybe not the table around it.
+            Err(_) if refused > 0 => match table_of(&last) {
+                Some(table) => {
+                    last = table.to_owned();
+                    wrong.insert(last.clone());
+                }
+                None => break,
+            },
             Err(error) => {
                 let entry = error.span().and_then(|span| whole.entry_of(&span, &wrong));
                 let at = entry.map(|entry| (entry.line, entry.column));
                 let key = entry.map(|entry| entry.shown.clone());
-                problems.push(Problem::new(at, key.clone(), without_value(error.message())));
+                // A field is missing because its value was wrong, which is a problem already.
+                let is_taken_out = missing_field(error.message())
+                    .is_some_and(|field| wrong.contains(&keyed(key.as_deref().unwrap_or_default(), field)));
+                if !is_taken_out {
+                    problems.push(Problem::new(at, key.clone(), without_value(error.message())));
+                }
                 match key {
                     Some(key) if problems.len() < WRONG_MAX && wrong.insert(key.clone()) => {}
                     Some(_) if problems.len() >= WRONG_MAX => {
@@ -159,6 +172,20 @@ pub fn read_verified<S: DeserializeOwned>(
 fn key_of(message: &str) -> &str {
     let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
     message.split(|c: char| !is_of_key(c)).next().unwrap_or_default().trim_end_matches('.')
+}
+
+/// The path of the table or list around an entry; none for a key of the file itself.
+fn table_of(shown: &str) -> Option<&str> {
+    // Keys that are not bare may have any characters.
+    if shown.contains('"') {
+        return None;
+    }
+    shown.rfind(['.', '[']).and_then(|at| shown.get(..at))
+}
+
+/// The field that a table lacks, by the message of Serde.
+fn missing_field(message: &str) -> Option<&str> {
+    message.strip_prefix("missing field `")?.strip_suffix('`')
 }
 
 /// Whether a message names a key, with or without its tables.
@@ -476,6 +503,33 @@ mod tests {
         // The text may be right with another number.
         let text = "[[jobs]]\nname = \"\"\n[one]\nnumber = 100\ntext = \"abc\"\nx = 1\n";
         assert_eq!(keys(text), [at(4, "one.number"), at(6, "one.x"), at(0, "")]);
+    }
+
+    #[test]
+    fn a_required_key_with_a_wrong_value_is_one_problem_and_ends_no_check() {
+        let found = problems("[[jobs]]\nname = 5\nrows = \"b\"\n[one]\nnumbr = 1\n");
+        let places: Vec<(usize, &str)> = found.iter().map(|(line, key, _)| (*line, key.as_str())).collect();
+        assert_eq!(places, [(2, "jobs[0].name"), (3, "jobs[0].rows"), (5, "one.numbr")], "{found:?}");
+
+        #[derive(Default, Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        struct Whole {
+            part: Option<Part>,
+            other: u32,
+        }
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Part {
+            total: u32,
+        }
+        let verify = |whole: &mut Whole| match whole {
+            Whole { part: Some(Part { total: 0 }), .. } => Err("part.total is 0".to_owned()),
+            Whole { other: 7, .. } => Err("other is 7".to_owned()),
+            _ => Ok(()),
+        };
+        let found = read_verified("other = 7\n[part]\ntotal = 0\n", verify).problems;
+        let places: Vec<_> = found.iter().map(|one| (one.line, one.key.as_deref())).collect();
+        assert_eq!(places, [(Some(1), Some("other")), (Some(3), Some("part.total"))], "{found:?}");
     }
 
     #[test]

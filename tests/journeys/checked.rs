@@ -143,6 +143,30 @@ fn problems_of_a_job_file_are_reported_and_a_missing_file_is_3() {
     let (found, _) = check(&home, &home.file("train.toml", job));
     let lines: Vec<u64> = problems(&found).iter().map(|(line, _, _)| *line).collect();
     assert!([5, 6, 7, 8, 9].iter().all(|line| lines.contains(line)), "{found:#}");
+    // So are those of the optimizer and of a built-in model, which come last.
+    let job = "name = \"a\"\ndataset = \"v@s:/train\"\nfeatures = \"x\"\nlabel = \"y\"\nbatch_rows = 0\n[model]\n\
+               kind = \"mlp\"\ninputs = 0\nclasses = 2\n[optimizer]\nkind = \"sgd\"\nlearning_rate = nan\n\
+               momentum = 1.0\n[optimizer.schedule]\nkind = \"cosine\"\ntotal_steps = 0\n";
+    let file = home.file("train.toml", job);
+    let (found, _) = check(&home, &file);
+    let reported: Vec<(u64, String)> =
+        problems(&found).into_iter().map(|(line, _, key)| (line, key)).collect();
+    let expected = [
+        (5, "batch_rows"),
+        (8, "model.inputs"),
+        (12, "optimizer.learning_rate"),
+        (13, "optimizer.momentum"),
+        (16, "optimizer.schedule.total_steps"),
+    ];
+    assert_eq!(reported, expected.map(|(line, key)| (line, key.to_owned())), "{found:#}");
+    let sound = job.replace("batch_rows = 0", "").replace("= nan", "= 0.1").replace("= 1.0", "= 0.9");
+    let (code, said) = home.fails(["train", home.file("bounds.toml", sound).to_str().unwrap()]);
+    assert!(code == 2 && said.contains("bounds.toml") && said.contains("total_steps"), "{code} {said}");
+    // A wrong value of the only model is one problem.
+    let job = job.replace("inputs = 0", "inputs = -1");
+    let (found, _) = check(&home, &home.file("train.toml", job));
+    let of_model: Vec<_> = problems(&found).into_iter().filter(|(_, _, key)| key.contains("model")).collect();
+    assert!(of_model.len() == 1 && !found.to_string().contains("missing field"), "{found:#}");
     let (code, said) = home.fails(["config", "check", "none.toml"]);
     assert!(code == 3 && said.contains("none.toml"), "{code} {said}");
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, Float32Type, Int64Type};
+use arrow::datatypes::{DataType, Float32Type, Float64Type, Int64Type};
 use arrow::util::display::array_value_to_string;
 
 use crate::engine::{Labels, Loss, ShardBatch};
@@ -177,6 +177,14 @@ impl Columns {
         self.numbers(batch, &self.label, self.output_width, None, row_name)
     }
 
+    /// The same labels in float64, once [`Columns::label_values`] has accepted the batch.
+    pub(crate) fn wide_label_values(&self, batch: &RecordBatch) -> Result<Vec<f64>> {
+        let (values, ranges) = elements_of_rows(self.column(batch, &self.label)?);
+        let numbers = self.cast(values, &self.label, &DataType::Float64)?;
+        let numbers = numbers.as_primitive::<Float64Type>().values();
+        Ok(ranges.into_iter().flat_map(move |range| numbers[range].iter().copied()).collect())
+    }
+
     fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {
         schema.field_with_name(name).map(|field| field.data_type()).map_err(|_| {
             let have: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
@@ -252,25 +260,7 @@ impl Columns {
             self.bad(format!("{} has {found} values in column {name:?}, not {width}", row_name(row)))
         };
         let rows = column.len();
-        let (values, ranges): (&ArrayRef, Vec<Range<usize>>) = match column.data_type() {
-            DataType::FixedSizeList(_, size) => {
-                let list = column.as_fixed_size_list();
-                let size = usize::try_from(*size).unwrap_or_default();
-                let start = |row: usize| list.value_offset(row) as usize;
-                (list.values(), (0..rows).map(|row| start(row)..start(row) + size).collect())
-            }
-            DataType::List(_) => {
-                let list = column.as_list::<i32>();
-                let at = list.value_offsets();
-                (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
-            }
-            DataType::LargeList(_) => {
-                let list = column.as_list::<i64>();
-                let at = list.value_offsets();
-                (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
-            }
-            _ => (column, (0..rows).map(|row| row..row + 1).collect()),
-        };
+        let (values, ranges) = elements_of_rows(column);
         if !is_number(values.data_type()) {
             return Err(self.bad(format!("column {name:?} is {}, not numbers", column.data_type())));
         }
@@ -292,6 +282,9 @@ impl Columns {
                 return Err(self.bad(format!("{} has {found} in column {name:?}", row_name(row))));
             }
             let found = &numbers.values()[range.clone()];
+            if let Some(at) = found.iter().position(|value| !value.is_finite()) {
+                return Err(self.not_finite(values, range.start + at, name, &row_name(row)));
+            }
             if let Some(bound) = bound {
                 let fits = |(at, value): (usize, &f32)| {
                     value.fract() == 0.0 && (0.0..bound(at) as f32).contains(value)
@@ -307,12 +300,23 @@ impl Columns {
             }
             flat.extend_from_slice(found);
         }
-        match flat.iter().position(|value| !value.is_finite()) {
-            Some(at) => {
-                Err(self.bad(format!("{} has {} in column {name:?}", row_name(at / width.max(1)), flat[at])))
-            }
-            None => Ok(flat),
-        }
+        Ok(flat)
+    }
+
+    /// The error of a value that is not finite as float32.
+    fn not_finite(&self, values: &ArrayRef, at: usize, name: &str, row: &str) -> Error {
+        let found = array_value_to_string(values, at).unwrap_or_default();
+        let is_finite = match values.data_type() {
+            DataType::Float64 => values.as_primitive::<Float64Type>().value(at).is_finite(),
+            DataType::Float32 | DataType::Float16 => false,
+            // Other numbers are always finite.
+            _ => true,
+        };
+        let cause = match is_finite {
+            true => ", which float32 cannot hold: scale the column",
+            false => "",
+        };
+        self.bad(format!("{row} has {found} in column {name:?}{cause}"))
     }
 
     fn no_nulls(&self, column: &ArrayRef, name: &str, row_name: &dyn Fn(usize) -> String) -> Result<()> {
@@ -329,6 +333,30 @@ impl Columns {
 
     fn bad(&self, reason: String) -> Error {
         Error::Data { dataset: self.dataset.clone(), reason }
+    }
+}
+
+/// The elements of a column, and those of each row.
+fn elements_of_rows(column: &ArrayRef) -> (&ArrayRef, Vec<Range<usize>>) {
+    let rows = column.len();
+    match column.data_type() {
+        DataType::FixedSizeList(_, size) => {
+            let list = column.as_fixed_size_list();
+            let size = usize::try_from(*size).unwrap_or_default();
+            let start = |row: usize| list.value_offset(row) as usize;
+            (list.values(), (0..rows).map(|row| start(row)..start(row) + size).collect())
+        }
+        DataType::List(_) => {
+            let list = column.as_list::<i32>();
+            let at = list.value_offsets();
+            (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
+        }
+        DataType::LargeList(_) => {
+            let list = column.as_list::<i64>();
+            let at = list.value_offsets();
+            (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
+        }
+        _ => (column, (0..rows).map(|row| row..row + 1).collect()),
     }
 }
 

@@ -108,6 +108,17 @@ fn two_convolutions() -> Vec<usize> {
 }
 
 impl ModelSpec {
+    /// Checks all settings without making weights.
+    ///
+    /// # Errors
+    /// [`InitError::Setting`], and [`InitError::TooLarge`] for a model with too many weights.
+    pub fn check(&self) -> Result<(), InitError> {
+        match self {
+            ModelSpec::Mlp(spec) => spec.check(),
+            ModelSpec::Cnn(spec) => spec.check(),
+        }
+    }
+
     /// Builds the model.
     pub fn build(&self) -> Result<ModelProto, InitError> {
         match self {
@@ -178,14 +189,53 @@ fn finite(scale: f32) -> Result<(), InitError> {
     })
 }
 
+/// The weights of a model so far.
+#[derive(Debug, Default)]
+struct WeightCount(usize);
+
+impl WeightCount {
+    /// Adds the weights of a layer, whose number it returns, and its biases.
+    fn add(&mut self, dims: &[usize], biases: usize) -> Result<usize, InitError> {
+        let count = dims
+            .iter()
+            .try_fold(1usize, |total, size| total.checked_mul(*size))
+            .ok_or(InitError::TooLarge)?;
+        self.0 = self.0.saturating_add(count).saturating_add(biases);
+        if self.0 > WEIGHTS_MAX { Err(InitError::TooLarge) } else { Ok(count) }
+    }
+
+    /// Adds the layers of [`dense`].
+    fn add_dense(&mut self, mut inputs: usize, hidden: &[usize], classes: usize) -> Result<(), InitError> {
+        for outputs in hidden.iter().chain([&classes]) {
+            self.add(&[inputs, *outputs], *outputs)?;
+            inputs = *outputs;
+        }
+        Ok(())
+    }
+}
+
+/// The product of the sides of an image.
+fn volume(sides: [usize; 3]) -> Result<usize, InitError> {
+    sides
+        .into_iter()
+        .try_fold(1usize, usize::checked_mul)
+        .filter(|total| *total <= WEIGHTS_MAX)
+        .ok_or(InitError::TooLarge)
+}
+
 impl MlpSpec {
-    /// Builds the model.
-    pub fn build(&self) -> Result<ModelProto, InitError> {
+    fn check(&self) -> Result<(), InitError> {
         positive("inputs", &[self.inputs])?;
         positive("hidden", &self.hidden)?;
         layers("hidden", self.hidden.len())?;
         positive("classes", &[self.classes])?;
         finite(self.scale)?;
+        WeightCount::default().add_dense(self.inputs, &self.hidden, self.classes)
+    }
+
+    /// Builds the model.
+    pub fn build(&self) -> Result<ModelProto, InitError> {
+        self.check()?;
         let mut builder = GraphBuilder::new("mlp", self.inputs, self.classes, self.seed);
         let scaled = builder.scale("input", self.scale);
         dense(&mut builder, scaled, self.inputs, &self.hidden, self.classes)?;
@@ -211,24 +261,39 @@ fn dense(
 }
 
 impl CnnSpec {
-    /// Builds the model.
-    pub fn build(&self) -> Result<ModelProto, InitError> {
-        let image = [self.channels, self.height, self.width];
-        positive("channels, height and width", &image)?;
+    fn check(&self) -> Result<(), InitError> {
+        positive("channels", &[self.channels])?;
+        positive("height", &[self.height])?;
+        positive("width", &[self.width])?;
         positive("filters", &self.filters)?;
         positive("hidden", &self.hidden)?;
         layers("filters", self.filters.len())?;
         layers("hidden", self.hidden.len())?;
         positive("classes", &[self.classes])?;
         finite(self.scale)?;
-        let product = |sides: [usize; 3]| {
-            sides
-                .into_iter()
-                .try_fold(1usize, usize::checked_mul)
-                .filter(|total| *total <= WEIGHTS_MAX)
-                .ok_or(InitError::TooLarge)
-        };
-        let inputs = product(image)?;
+        let [mut channels, mut height, mut width] = self.image();
+        volume([channels, height, width])?;
+        let mut weights = WeightCount::default();
+        for filters in &self.filters {
+            weights.add(&[*filters, channels, 3, 3], *filters)?;
+            channels = *filters;
+            if height >= 2 && width >= 2 {
+                (height, width) = (height / 2, width / 2);
+            }
+        }
+        weights.add_dense(volume([channels, height, width])?, &self.hidden, self.classes)
+    }
+
+    /// The sides of an image: channels, rows and columns.
+    fn image(&self) -> [usize; 3] {
+        [self.channels, self.height, self.width]
+    }
+
+    /// Builds the model.
+    pub fn build(&self) -> Result<ModelProto, InitError> {
+        self.check()?;
+        let image = self.image();
+        let inputs = volume(image)?;
         let mut builder = GraphBuilder::new("cnn", inputs, self.classes, self.seed);
         let scaled = builder.scale("input", self.scale);
         let mut value = builder.image(&scaled, image);
@@ -243,7 +308,7 @@ impl CnnSpec {
                 (height, width) = (height / 2, width / 2);
             }
         }
-        let flat = product([channels, height, width])?;
+        let flat = volume([channels, height, width])?;
         value = builder.flatten(&value);
         dense(&mut builder, value, flat, &self.hidden, self.classes)?;
         Ok(builder.finish())

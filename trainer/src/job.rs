@@ -14,8 +14,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::engine::{Device, Distillation, Loss, Objective};
 use crate::error::{Error, Result};
-use crate::init::ModelSpec;
-use crate::optim::{EmaConfig, OptimizerConfig};
+use crate::init::{InitError, ModelSpec};
+use crate::optim::{EmaConfig, OptimError, OptimizerConfig};
 use crate::precision::Precision;
 use crate::strategy::{Backend, Strategy};
 use crate::teacher;
@@ -448,6 +448,12 @@ impl JobFile {
         if let Some(ema) = self.ema.filter(|ema| !(0.0..1.0).contains(&ema.decay)) {
             return Err(format!("ema.decay = {}: allowed are 0 to below 1", ema.decay));
         }
+        self.optimizer.check().map_err(|error| match error {
+            OptimError::Setting { setting, value, expected } => {
+                format!("optimizer.{setting} is {value}, expected {expected}")
+            }
+            other => format!("optimizer: {other}"),
+        })?;
         if self.optimizer.needs_validation() && self.validation.is_none() {
             return Err(
                 "optimizer.schedule of kind \"plateau\" follows the validation loss: add a [validation] table, or choose \
@@ -494,7 +500,19 @@ impl JobFile {
                 self.output.path
             ));
         }
-        Ok(())
+        // Last: a job has no default model, so a check of all bounds ends with a wrong one.
+        self.check_model()
+    }
+
+    /// Checks the settings of a built-in model.
+    fn check_model(&self) -> Result<(), String> {
+        let ModelSource::Init(spec) = &self.model else { return Ok(()) };
+        spec.check().map_err(|error| match error {
+            InitError::Setting { setting, value, expected } => {
+                format!("model.{setting} is {value}, expected {expected}")
+            }
+            InitError::TooLarge => format!("model: {error}"),
+        })
     }
 
     fn check_columns(&self) -> Result<(), String> {

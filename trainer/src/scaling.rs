@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::data::Columns;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::read_by;
 use crate::source;
 
@@ -59,20 +59,37 @@ impl LabelScale {
         selection: Option<&Selection>,
         columns: &Columns,
     ) -> Result<LabelScale> {
-        let mut moments = vec![Moments::default(); columns.output_width];
+        let mut spreads = vec![Spread::default(); columns.output_width];
+        let width = columns.output_width.max(1);
         for dataset in datasets {
             source::read_column(dataset, selection, &columns.label, |order, batch| {
                 let labels = source::label_values(order, columns, batch)?;
-                for row in labels.chunks_exact(moments.len().max(1)) {
-                    moments.iter_mut().zip(row).for_each(|(moments, value)| moments.add(f64::from(*value)));
+                let wide = columns.wide_label_values(&batch.batch)?;
+                for (row, wide) in labels.chunks_exact(width).zip(wide.chunks_exact(width)) {
+                    for ((spread, value), wide) in spreads.iter_mut().zip(row).zip(wide) {
+                        spread.add(*value, *wide);
+                    }
                 }
                 Ok(())
             })
             .await?;
         }
+        if let Some((at, spread)) = spreads.iter().enumerate().find(|(_, spread)| spread.is_lost()) {
+            let value = if width == 1 { String::new() } else { format!("value {at} of ") };
+            return Err(Error::Data {
+                dataset: columns.dataset.clone(),
+                reason: format!(
+                    "{value}column {:?} has labels with the mean {} and the deviation {}: float32 cannot tell them apart; \
+                     subtract a constant from the labels",
+                    columns.label,
+                    spread.wide.mean,
+                    spread.wide.spread()
+                ),
+            });
+        }
         Ok(LabelScale {
-            means: moments.iter().map(|moments| moments.mean).collect(),
-            deviations: moments.iter().map(Moments::deviation).collect(),
+            means: spreads.iter().map(|spread| spread.single.mean).collect(),
+            deviations: spreads.iter().map(|spread| spread.single.deviation()).collect(),
         })
     }
 
@@ -151,6 +168,33 @@ fn binary(name: &str, operator: &str, inputs: [&str; 2], output: &str) -> NodePr
     }
 }
 
+/// Most of the deviation that rounding labels to float32 may change.
+const ROUNDING_MAX: f64 = 0.1;
+
+/// The moments of labels as float32, with which the job trains, and what rounding took from them.
+#[derive(Debug, Clone, Default)]
+struct Spread {
+    single: Moments,
+    wide: Moments,
+    /// Sum of the squares of what rounding changed.
+    rounding: f64,
+}
+
+impl Spread {
+    fn add(&mut self, single: f32, wide: f64) {
+        self.single.add(f64::from(single));
+        self.wide.add(wide);
+        self.rounding += (f64::from(single) - wide).powi(2);
+    }
+
+    /// Whether labels that differ are nearly alike as float32, as times in seconds are.
+    fn is_lost(&self) -> bool {
+        let spread = self.wide.spread();
+        let rounding = (self.rounding / self.wide.count.max(1.0)).sqrt();
+        spread > 0.0 && rounding > ROUNDING_MAX * spread
+    }
+}
+
 /// Running mean and sum of squared distances from it (Welford, 1962).
 #[derive(Debug, Clone, Default)]
 struct Moments {
@@ -167,9 +211,14 @@ impl Moments {
         self.squares += distance * (value - self.mean);
     }
 
+    /// The standard deviation.
+    fn spread(&self) -> f64 {
+        (self.squares / self.count.max(1.0)).sqrt()
+    }
+
     /// The standard deviation; 1 where all values are equal.
     fn deviation(&self) -> f64 {
-        let deviation = (self.squares / self.count.max(1.0)).sqrt();
+        let deviation = self.spread();
         if deviation > 0.0 { deviation } else { 1.0 }
     }
 }

@@ -191,8 +191,13 @@ impl Columns {
                     "column {name:?} has lists without a known length; write lists of a fixed length"
                 ))
             })?;
+            if width == 0 {
+                return Err(self.bad(format!(
+                    "column {name:?} is empty: its lists have 0 values; take it out of the inputs of the job"
+                )));
+            }
             let groups = input.groups();
-            if width == 0 || width % groups.max(1) != 0 {
+            if width % groups.max(1) != 0 {
                 return Err(self.bad(format!(
                     "column {name:?} has {width} values per row; {} {groups} times {} values, so that each of its columns must \
                      have a multiple of {groups} values",

@@ -278,6 +278,38 @@ fn several_columns_make_one_row_in_their_order() {
 }
 
 #[test]
+fn numbers_beyond_float32_are_told_from_infinite_ones() {
+    let wanted = columns(1, 1, Loss::Mse);
+    let x: ArrayRef = Arc::new(Float32Array::from(vec![1.0, 2.0]));
+    for (value, reason) in [
+        (1e300, "row 1 has 1e300 in column \"y\", which float32 cannot hold: scale the column"),
+        (-1e39, "row 1 has -1e39 in column \"y\", which float32 cannot hold: scale the column"),
+        (f64::INFINITY, "row 1 has inf in column \"y\""),
+        (f64::NAN, "row 1 has NaN in column \"y\""),
+    ] {
+        let y: ArrayRef = Arc::new(Float64Array::from(vec![0.5, value]));
+        let error = wanted.decode(&batch(Arc::clone(&x), y), &name).unwrap_err().to_string();
+        assert!(error.ends_with(reason), "{error} lacks {reason}");
+    }
+}
+
+#[test]
+fn a_column_of_empty_lists_is_told() {
+    let (empty, one) = (Some(vec![]), Some(vec![Some(1.0)]));
+    let table = [("a", lists(&[one.clone(), one])), ("b", lists(&[empty.clone(), empty]))];
+    let y: ArrayRef = Arc::new(Int64Array::from(vec![0, 1]));
+    let columns_of = table.into_iter().chain([("y", y)]).map(|(name, column)| (name, column, true));
+    let read = RecordBatch::try_from_iter_with_nullable(columns_of).unwrap();
+    let wanted = Columns {
+        inputs: vec![input(&["a", "b"], 1, 1)],
+        lengths: Arc::new([("a".to_owned(), 1), ("b".to_owned(), 0)].into()),
+        ..columns(1, 2, Loss::CrossEntropy)
+    };
+    let error = wanted.decode(&read, &name).unwrap_err().to_string();
+    assert!(error.contains("column \"b\" is empty: its lists have 0 values"), "{error}");
+}
+
+#[test]
 fn columns_stand_side_by_side_in_the_last_dimension() {
     // An input [rows, 2, 3]: two values of a column of four stand together.
     let found = rows_of(vec![input(&["four", "list"], 6, 3)]).unwrap();

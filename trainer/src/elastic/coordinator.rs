@@ -158,7 +158,10 @@ pub(crate) async fn run(
     let listening = match &params.joining {
         Some(joining) => {
             let service = CoordinatorService {
-                admission: Admission::Joining { token: joining.listen.token.clone() },
+                admission: Admission::Joining {
+                    token: joining.listen.token.clone(),
+                    silence_max: params.config.heartbeat_lost(),
+                },
                 events: events.clone(),
             };
             Some(admit(joining.listen, service, params.config, shutdown.clone()).await?)
@@ -222,6 +225,7 @@ pub(crate) async fn run(
     };
     let ended = Instant::now();
     metrics::workers_alive(0);
+    state.end_launches();
     if !state.dismissed.is_empty() {
         let reason = match state.keeps_joined(&verdict) {
             Some(reason) => Some(reason.to_owned()),
@@ -244,7 +248,16 @@ pub(crate) async fn run(
     }
     // Workers exit on `Done`. One that does not is killed when its task is cancelled.
     tasks.close();
-    if tokio::time::timeout(EXIT_TIMEOUT, tasks.wait()).await.is_err() {
+    let exits = async {
+        loop {
+            tokio::select! {
+                () = tasks.wait() => break,
+                // A greeting is refused when its event is dropped.
+                Some(_) = inbox.recv() => {}
+            }
+        }
+    };
+    if tokio::time::timeout(EXIT_TIMEOUT, exits).await.is_err() {
         tracing::warn!(job = params.job, "workers did not exit in time and are killed");
     }
     shutdown.cancel();
@@ -306,3 +319,6 @@ struct Actor<'a> {
 fn to_worker_message(message: to_worker::Message) -> proto::ToWorker {
     proto::ToWorker { message: Some(message) }
 }
+
+#[cfg(test)]
+mod tests;

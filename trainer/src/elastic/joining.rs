@@ -353,7 +353,13 @@ mod tests {
             workers_local: Some(0),
         };
         let (events, mut inbox) = mpsc::channel(8);
-        let service = CoordinatorService { admission: Admission::Joining { token: token.clone() }, events };
+        let service = CoordinatorService {
+            admission: Admission::Joining {
+                token: token.clone(),
+                silence_max: Config::default().heartbeat_lost(),
+            },
+            events,
+        };
         let shutdown = CancellationToken::new();
         let address = admit(&listen, service, &Config::default(), shutdown.clone()).await.unwrap();
         tokio::spawn(async move {

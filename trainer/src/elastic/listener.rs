@@ -6,10 +6,10 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -34,8 +34,37 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     pub(crate) standing: Standing,
+    pub(crate) contact: Contact,
     /// What proofs of the token must cover.
     pub(crate) binding: Binding,
+}
+
+/// When a connection was last read, also with its end. The HTTP/2 library ends a connection whose peer does not answer
+/// as if the peer had closed it.
+#[derive(Debug, Clone)]
+pub(crate) struct Contact {
+    opened: Instant,
+    /// Milliseconds after that.
+    last: Arc<AtomicU64>,
+}
+
+impl Contact {
+    fn new() -> Contact {
+        Contact { opened: Instant::now(), last: Arc::default() }
+    }
+
+    fn note(&self) {
+        self.last.store(millis(self.opened.elapsed()), Ordering::Relaxed);
+    }
+
+    /// How long nothing has come.
+    pub(crate) fn silence(&self) -> Duration {
+        self.opened.elapsed().saturating_sub(Duration::from_millis(self.last.load(Ordering::Relaxed)))
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Whether a connection has proved the token.
@@ -77,7 +106,11 @@ impl AsyncRead for Connection {
         if !self.peer.standing.is_proved() && self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
-        Pin::new(&mut self.stream).poll_read(cx, into)
+        let read = Pin::new(&mut self.stream).poll_read(cx, into);
+        if read.is_ready() {
+            self.peer.contact.note();
+        }
+        read
     }
 }
 
@@ -164,7 +197,8 @@ async fn greet(
     let hand_over = async {
         stream.set_nodelay(true)?;
         let stream = acceptor.accept(stream).await?;
-        let peer = Peer { standing, binding: tls::binding(stream.get_ref().1)? };
+        let binding = tls::binding(stream.get_ref().1)?;
+        let peer = Peer { standing, contact: Contact::new(), binding };
         let closed = Box::pin(close.clone().cancelled_owned());
         // Nothing receives the connection once the job has ended.
         let _ = accepted.send(Ok(Connection { stream, peer, closed })).await;

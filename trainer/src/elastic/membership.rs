@@ -291,6 +291,15 @@ impl Membership {
         std::mem::take(&mut self.actions)
     }
 
+    /// The slot and the launch of each started process that has not said hello.
+    pub(crate) fn starting(&self) -> Vec<(usize, u64)> {
+        let launch = |(slot, state): (usize, &Slot)| match state {
+            Slot::Starting { launch, .. } => Some((slot, *launch)),
+            _ => None,
+        };
+        self.slots.iter().enumerate().filter_map(launch).collect()
+    }
+
     /// Process ids of the members of the current epoch, in rank order.
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.by_rank().map(|(_, member)| member.pid).collect()

@@ -114,7 +114,7 @@ pub struct CrossEntropy {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Huber {
-    /// The distance from which on the loss is linear, above 0; 1.0 when absent.
+    /// The distance from which on the loss is linear, 1e-30 to 1e30; 1.0 when absent.
     #[serde(skip_serializing_if = "is_one")]
     pub delta: f64,
 }
@@ -193,7 +193,7 @@ impl Objective {
                     return Err(format!("loss.label_smoothing = {label_smoothing}: allowed are 0 to 1"));
                 }
                 if let Some(weight) =
-                    class_weights.iter().find(|weight| **weight != 0.0 && !WEIGHTS.contains(*weight))
+                    class_weights.iter().find(|weight| **weight != 0.0 && !FACTORS.contains(*weight))
                 {
                     return Err(format!("loss.class_weights has {weight}: allowed are 0 and 1e-30 to 1e30"));
                 }
@@ -201,8 +201,8 @@ impl Objective {
                     return Err("loss.class_weights are all 0: give at least one class a weight".to_owned());
                 }
             }
-            Objective::Huber(Huber { delta }) if !delta.is_finite() || *delta <= 0.0 => {
-                return Err(format!("loss.delta = {delta}: allowed are numbers above 0"));
+            Objective::Huber(Huber { delta }) if !FACTORS.contains(delta) => {
+                return Err(format!("loss.delta = {delta:?}: allowed are 1e-30 to 1e30"));
             }
             Objective::Kl(Distillation { teacher, temperature, alpha }) => {
                 if teacher.is_empty() {
@@ -224,8 +224,8 @@ impl Objective {
     }
 }
 
-/// Weights of classes: products with losses and slopes stay within f32.
-const WEIGHTS: std::ops::RangeInclusive<f64> = 1e-30..=1e30;
+/// Weights of classes and Huber's distance: products with losses and slopes stay within f32.
+const FACTORS: std::ops::RangeInclusive<f64> = 1e-30..=1e30;
 
 /// The table of an objective with settings.
 #[derive(Serialize, Deserialize)]

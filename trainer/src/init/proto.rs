@@ -7,7 +7,7 @@ use millrace_bundle::onnx::{
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-use super::{InitError, WEIGHTS_MAX};
+use super::{InitError, WeightCount};
 use crate::graph::{float_info, parameter_info};
 
 /// IR version of ONNX 1.12, the release of operator set 17.
@@ -18,7 +18,7 @@ const OPSET: i64 = 17;
 pub(super) struct GraphBuilder {
     graph: GraphProto,
     random: ChaCha8Rng,
-    weights: usize,
+    weights: WeightCount,
     /// Whether new weights are marked as parameters.
     marks: bool,
     /// Names of the weights and biases that this builder added.
@@ -35,7 +35,7 @@ impl GraphBuilder {
                 ..GraphProto::default()
             },
             random: ChaCha8Rng::seed_from_u64(seed),
-            weights: 0,
+            weights: WeightCount::default(),
             marks: false,
             added: Vec::new(),
         }
@@ -43,7 +43,8 @@ impl GraphBuilder {
 
     /// Continues a graph. With `marks`, new weights are marked as parameters, as PyTorch's exporter does.
     pub(super) fn on(graph: GraphProto, seed: u64, marks: bool) -> GraphBuilder {
-        GraphBuilder { graph, random: ChaCha8Rng::seed_from_u64(seed), weights: 0, marks, added: Vec::new() }
+        let random = ChaCha8Rng::seed_from_u64(seed);
+        GraphBuilder { graph, random, weights: WeightCount::default(), marks, added: Vec::new() }
     }
 
     /// The graph, and the names of the weights and biases that were added to it.
@@ -97,14 +98,7 @@ impl GraphBuilder {
         outputs: usize,
         gain: f64,
     ) -> Result<[String; 2], InitError> {
-        let count = dims
-            .iter()
-            .try_fold(1usize, |total, size| total.checked_mul(*size))
-            .ok_or(InitError::TooLarge)?;
-        self.weights = self.weights.saturating_add(count).saturating_add(outputs);
-        if self.weights > WEIGHTS_MAX {
-            return Err(InitError::TooLarge);
-        }
+        let count = self.weights.add(dims, outputs)?;
         let bound = (gain / fan_in as f64).sqrt();
         let data = (0..count)
             .map(|_| {

@@ -47,6 +47,17 @@ fn settings_out_of_bounds_are_refused() {
     assert_eq!(mlp(1 << 20, &[1 << 20], 10, 0), Err(InitError::TooLarge));
     assert_eq!(cnn(1 << 20, 1 << 20, 1, 10, 0), Err(InitError::TooLarge));
     assert!(mlp(4, &[1; 300], 10, 0).is_err());
+    // A check makes no weights, and gives the same answer.
+    for (text, fits) in [
+        ("kind = \"mlp\"\ninputs = 32768\nhidden = [32766]\nclasses = 1", true),
+        ("kind = \"mlp\"\ninputs = 32768\nhidden = [32767]\nclasses = 1", false),
+        ("kind = \"cnn\"\nheight = 4096\nwidth = 4096\nfilters = [64]\nclasses = 3", true),
+        ("kind = \"cnn\"\nheight = 4096\nwidth = 4096\nfilters = [64]\nclasses = 4", false),
+        ("kind = \"cnn\"\nheight = 32768\nwidth = 32769\nclasses = 2", false),
+    ] {
+        let spec: ModelSpec = toml::from_str(text).unwrap();
+        assert_eq!(spec.check(), if fits { Ok(()) } else { Err(InitError::TooLarge) }, "{text}");
+    }
     let mut spec: MlpSpec = toml::from_str("inputs = 4\nclasses = 2").unwrap();
     spec.scale = f32::NAN;
     assert!(spec.build().is_err());

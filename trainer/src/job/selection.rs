@@ -180,7 +180,7 @@ impl JobFile {
     pub fn validation_selection(&self) -> Result<Option<Selection>, FeedError> {
         let Some(Validation { dataset, filter, split, .. }) = &self.validation else { return Ok(None) };
         // Another dataset may have other columns, so the condition of the job is for its own one.
-        let inherited = self.filter.as_ref().filter(|_| dataset.is_none());
+        let inherited = self.filter.as_ref().filter(|_| self.trains_on(dataset.as_ref()));
         let filter = filter.as_ref().or(inherited).map(String::as_str);
         match split {
             None => Selection::new(filter, &[], None, &[]),
@@ -188,11 +188,15 @@ impl JobFile {
         }
     }
 
+    /// Whether a dataset of `[validation]` is one that the job trains on, as it is without a name.
+    fn trains_on(&self, dataset: Option<&SourceSpec>) -> bool {
+        dataset.is_none_or(|dataset| self.dataset.sources().any(|own| own == dataset))
+    }
+
     pub(super) fn check_selection(&self) -> Result<(), String> {
         self.selection().map_err(|error| error.to_string())?;
         let Some(validation) = &self.validation else { return Ok(()) };
-        let is_trained_on = |dataset: &SourceSpec| self.dataset.sources().any(|own| own == dataset);
-        let is_same = validation.dataset.as_ref().is_none_or(is_trained_on);
+        let is_same = self.trains_on(validation.dataset.as_ref());
         match &validation.split {
             _ if validation.dataset.is_none() && matches!(self.dataset, JobDataset::Mixture(_)) => {
                 return Err(

@@ -96,6 +96,11 @@ fn selections_keep_the_order_of_parts_and_survive_their_stored_form() {
     assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
     let sorted: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(serde_json::from_value::<JobFile>(sorted).unwrap(), job);
+    // The job's own dataset is the same with its name.
+    let named = text.replace("[validation]\n", "[validation]\ndataset = \"d@s:/t\"\n");
+    let named = JobFile::parse(&named).unwrap();
+    assert_eq!(named.validation_selection().unwrap(), job.validation_selection().unwrap());
+    assert_eq!(named.digest("model", "plan#1"), job.digest("model", "plan#1"));
     // Another dataset has a condition of its own.
     let other = text.replace("split = \"a\"\n", "dataset = \"d@s:/other\"\n");
     assert_eq!(JobFile::parse(&other).unwrap().validation_selection().unwrap(), None);
@@ -340,7 +345,9 @@ fn new_keys_are_checked_and_named() {
         ),
         ("loss = { kind = \"cross_entropy\", class_weights = [1, -2] }", ["loss.class_weights", "-2"]),
         ("loss = { kind = \"cross_entropy\", class_weights = [0, 0] }", ["loss.class_weights", "all 0"]),
-        ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "above 0"]),
+        ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "1e-30 to 1e30"]),
+        ("loss = { kind = \"huber\", delta = 1e-300 }", ["loss.delta = 1e-300", "1e-30 to 1e30"]),
+        ("loss = { kind = \"huber\", delta = inf }", ["loss.delta = inf", "1e-30 to 1e30"]),
         ("standardize_labels = true", ["standardize_labels", "not cross_entropy"]),
         ("[validation]\nevery_epochs = 1", ["[validation] has no rows", "dataset"]),
         ("[validation]\ndataset = \"d:/v\"", ["validation.dataset", "names no snapshot"]),
@@ -401,6 +408,47 @@ fn new_keys_are_checked_and_named() {
             assert!(line.contains(word), "{line:?} lacks {word:?}");
         }
     }
+}
+
+#[test]
+fn settings_of_optimizers_and_built_in_models_are_checked_and_named() {
+    for (settings, words) in [
+        ("kind = \"sgd\", learning_rate = nan", "optimizer.learning_rate is NaN, expected 1e-45 to 3e38"),
+        ("kind = \"adam\", learning_rate = inf", "optimizer.learning_rate is inf"),
+        ("kind = \"sgd\", momentum = 1.0", "optimizer.momentum is 1, expected 0 to"),
+        ("kind = \"adamw\", clip_norm = 0.0", "optimizer.clip_norm is 0"),
+        ("kind = \"adamw\", betas = [0.9, 1.0]", "optimizer.betas is 1"),
+        ("kind = \"adagrad\", learning_rate_decay = nan", "optimizer.learning_rate_decay is NaN"),
+        (
+            "kind = \"sgd\", schedule = { kind = \"cosine\", warmup_steps = 5, total_steps = 5 }",
+            "optimizer.schedule.total_steps is 5, expected more than schedule.warmup_steps",
+        ),
+        ("kind = \"sgd\", schedule = { kind = \"plateau\", min = 1.0 }", "optimizer.schedule.min is 1"),
+        // Keys of another kind of schedule.
+        ("kind = \"sgd\", schedule = { kind = \"constant\", warmup_steps = 100 }", "warmup_steps"),
+    ] {
+        let line = reason(&format!("{MINIMAL}optimizer = {{ {settings} }}\n"));
+        assert!(line.contains(words), "{line:?} lacks {words:?}");
+    }
+    for (settings, words) in [
+        ("kind = \"mlp\", inputs = 0, classes = 2", "model.inputs is 0, expected 1 to 2^30"),
+        ("kind = \"mlp\", inputs = 4, hidden = [0], classes = 2", "model.hidden is 0"),
+        ("kind = \"mlp\", inputs = 4, classes = 2, scale = nan", "model.scale is NaN"),
+        ("kind = \"mlp\", inputs = 1000000, hidden = [1000000], classes = 2", "model: the model would have"),
+        ("kind = \"cnn\", height = 0, width = 8, classes = 2", "model.height is 0"),
+        ("kind = \"cnn\", height = 8, width = 8, filters = [0], classes = 2", "model.filters is 0"),
+    ] {
+        let line = reason(&MINIMAL.replace("\"m.onnx\"", &format!("{{ {settings} }}")));
+        assert!(line.contains(words), "{line:?} lacks {words:?}");
+    }
+}
+
+#[test]
+fn a_constant_schedule_is_in_the_digest_as_before() {
+    let job = with("optimizer = { kind = \"sgd\", schedule = { kind = \"constant\" } }");
+    assert_eq!(job, with("optimizer = { kind = \"sgd\" }"));
+    let json = serde_json::to_string(&job.optimizer).unwrap();
+    assert!(json.ends_with(r#""schedule":{"kind":"constant"}}"#), "{json}");
 }
 
 #[test]

@@ -9,12 +9,12 @@ const ABOVE_0: &str = "1e-45 to 3e38";
 const NOT_BELOW_0: &str = "0, or 1e-45 to 3e38";
 
 /// Learning rate over steps, as a factor of the base rate.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Schedule {
     /// The base rate at every step.
-    #[default]
-    Constant,
+    // Not a unit variant: Serde refuses no unknown keys beside the tag of one.
+    Constant {},
     /// Linear warm-up from 0 to the base rate, then half a cosine down to `floor` times the base rate,
     /// which holds from `total_steps` on.
     Cosine {
@@ -64,6 +64,12 @@ pub enum Schedule {
     Plateau(Plateau),
 }
 
+impl Default for Schedule {
+    fn default() -> Schedule {
+        Schedule::Constant {}
+    }
+}
+
 fn default_gamma() -> f64 {
     0.1
 }
@@ -91,7 +97,7 @@ impl Schedule {
     pub fn factor(&self, step: u64) -> f64 {
         match *self {
             // The plateau's rate follows from evaluations, not from the step.
-            Schedule::Constant | Schedule::Plateau(_) => 1.0,
+            Schedule::Constant {} | Schedule::Plateau(_) => 1.0,
             Schedule::Cosine { warmup_steps, total_steps, floor } => {
                 if step < warmup_steps {
                     return (step + 1) as f64 / warmup_steps as f64;
@@ -151,7 +157,7 @@ impl Default for SgdConfig {
             nesterov: false,
             weight_decay: 0.0,
             clip_norm: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::Constant {},
         }
     }
 }
@@ -182,7 +188,7 @@ impl Default for AdamWConfig {
             epsilon: 1e-8,
             weight_decay: 0.01,
             clip_norm: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::Constant {},
         }
     }
 }
@@ -213,7 +219,7 @@ impl Default for AdamConfig {
             epsilon: 1e-8,
             weight_decay: 0.0,
             clip_norm: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::Constant {},
         }
     }
 }
@@ -247,7 +253,7 @@ impl Default for AdaGradConfig {
             epsilon: 1e-10,
             weight_decay: 0.0,
             clip_norm: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::Constant {},
         }
     }
 }
@@ -284,7 +290,7 @@ impl Default for RmsPropConfig {
             epsilon: 1e-8,
             weight_decay: 0.0,
             clip_norm: None,
-            schedule: Schedule::Constant,
+            schedule: Schedule::Constant {},
         }
     }
 }
@@ -316,6 +322,14 @@ pub(super) struct Common {
 }
 
 impl OptimizerConfig {
+    /// Checks the bounds of the settings.
+    ///
+    /// # Errors
+    /// [`OptimError::Setting`]
+    pub(crate) fn check(&self) -> Result<(), OptimError> {
+        validate(self)
+    }
+
     /// Whether the learning rate follows the validation loss.
     pub(crate) fn needs_validation(&self) -> bool {
         matches!(self.common().schedule, Schedule::Plateau(_))
@@ -403,7 +417,7 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
         |setting, value: u64, least: u64, expected| check(setting, value as f64, expected, value >= least);
     let factor = |value: f64| check("schedule.gamma", value, "1e-45 to 1", is_above_0(value) && value <= 1.0);
     match schedule {
-        Schedule::Constant => {}
+        Schedule::Constant {} => {}
         Schedule::Cosine { warmup_steps, total_steps, floor } => {
             check("schedule.floor", floor, "0 to 1", (0.0..=1.0).contains(&floor))?;
             check(

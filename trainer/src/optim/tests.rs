@@ -89,7 +89,7 @@ fn cosine_warms_up_and_ends_at_the_floor() {
     for (found, expected) in factors.iter().zip([0.25, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1]) {
         assert!((found - expected).abs() < 1e-12, "{factors:?}");
     }
-    assert_eq!(Schedule::Constant.factor(7), 1.0);
+    assert_eq!(Schedule::Constant {}.factor(7), 1.0);
 }
 
 #[test]

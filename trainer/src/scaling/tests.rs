@@ -18,6 +18,25 @@ fn moments_are_those_of_all_values() {
 }
 
 #[test]
+fn labels_that_float32_cannot_tell_apart_are_lost() {
+    let spread = |values: &[f64]| {
+        let mut spread = Spread::default();
+        values.iter().for_each(|value| spread.add(*value as f32, *value));
+        spread
+    };
+    assert!(spread(&[1.7e9 - 1.0, 1.7e9 + 1.0]).is_lost());
+    assert!(spread(&[0.1, 0.1 + 1e-12]).is_lost());
+    let kept: [&[f64]; 5] =
+        [&[1.7e9 - 1e4, 1.7e9 + 1e4], &[0.1, 0.1], &[0.1, 0.3], &[f64::from(0.1f32), 7.0], &[]];
+    for kept in kept {
+        assert!(!spread(kept).is_lost(), "{kept:?}");
+    }
+    // The scale is that of the rounded labels.
+    let rounded = spread(&[0.1, 0.3]).single;
+    assert_eq!(rounded.mean, f64::from(0.1f32) + (f64::from(0.3f32) - f64::from(0.1f32)) / 2.0);
+}
+
+#[test]
 fn models_give_the_numbers_of_the_dataset() {
     let model = crate::init::mlp(3, &[4], 2, 1).unwrap();
     let engine = Engine::load(&model, Loss::Mse, Device::Cpu).unwrap();

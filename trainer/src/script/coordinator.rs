@@ -121,7 +121,10 @@ pub(crate) async fn run(
     let _shutdown_on_drop = shutdown.clone().drop_guard();
     let listening = match params.listen {
         Some(listen) => {
-            let admission = Admission::Joining { token: listen.token.clone() };
+            let admission = Admission::Joining {
+                token: listen.token.clone(),
+                silence_max: params.config.heartbeat_lost(),
+            };
             let service = CoordinatorService { admission, events: events.clone() };
             Some(admit(listen, service, params.config, shutdown.clone()).await?)
         }

@@ -88,6 +88,9 @@ pub(crate) struct Ended {
     pub(crate) at_ms: u64,
     /// Whether the node had asked the process to end.
     pub(crate) was_asked: bool,
+    /// Whether a later round would fail alike: the script is another one now.
+    #[serde(default)]
+    pub(crate) is_final: bool,
     /// Its last lines of output, at most [`LINES_MAX`].
     pub(crate) lines: Vec<String>,
 }

@@ -165,10 +165,10 @@ struct Group {
 
 impl Group {
     /// The process of a place could not be started.
-    fn fail(&mut self, place: Place, reason: String, began: std::time::Instant) {
+    fn fail(&mut self, place: Place, reason: &str, is_final: bool, began: std::time::Instant) {
         let exit = Exit::Failed(format!("could not be started: {reason}"));
         let at_ms = began.elapsed().as_millis() as u64;
-        let ended = Ended { place, pid: 0, exit, at_ms, was_asked: false, lines: Vec::new() };
+        let ended = Ended { place, pid: 0, exit, at_ms, was_asked: false, is_final, lines: Vec::new() };
         self.processes.spawn(async move { (ended, Vec::new()) });
     }
 }
@@ -283,7 +283,7 @@ impl Agent {
         let Some(program) = self.program.clone() else { return self.end(Ending::Lost) };
         // The file may have changed since the round before.
         let own = program.clone();
-        let Ok(runnable) = blocking::run(move || Runnable::of(&own)).await else {
+        let Ok(runnable) = blocking::run(move || Runnable::again(&own)).await else {
             return self.end(Ending::Lost);
         };
         let mut group = Group {
@@ -301,8 +301,8 @@ impl Agent {
         for place in places {
             let runnable = match &runnable {
                 Ok(runnable) => runnable,
-                Err(error) => {
-                    group.fail(place, error.one_line(), began);
+                Err(unstartable) => {
+                    group.fail(place, &unstartable.reason, unstartable.is_final, began);
                     break;
                 }
             };
@@ -347,7 +347,7 @@ impl Agent {
                     ));
                 }
                 Err(error) => {
-                    group.fail(place, error.to_string(), began);
+                    group.fail(place, &error.to_string(), false, began);
                     break;
                 }
             }

@@ -205,7 +205,7 @@ impl Started {
         let at_ms = ended_at.saturating_duration_since(began).as_millis() as u64;
         let (place, pid) = (self.place, self.pid);
         self.pumps.retain(|pump| !pump.is_finished());
-        (Ended { place, pid, exit: Exit::from(status), at_ms, was_asked, lines }, self.pumps)
+        (Ended { place, pid, exit: Exit::from(status), at_ms, was_asked, is_final: false, lines }, self.pumps)
     }
 }
 

@@ -64,11 +64,39 @@ impl Runnable {
         Ok(Runnable { program: absolute, args: program.args.clone() })
     }
 
+    /// [`Runnable::of`] for a round of a program that this node could run.
+    ///
+    /// # Errors
+    /// Why it does not start now, and whether no later round would start it either.
+    pub(crate) fn again(program: &Program) -> Result<Runnable, Unstartable> {
+        let unstartable = |error: Error, is_final| Unstartable { reason: error.one_line(), is_final };
+        match digest(&program.script) {
+            Ok(found) if found != program.sha256 => {
+                let reason = format!(
+                    "the file has changed since the job began: its SHA-256 was {:.12}… and is {found:.12}…; all rounds of a \
+                     job run one script, so start the job again",
+                    program.sha256
+                );
+                Err(unstartable(Error::Script { script: program.script.clone(), reason }, true))
+            }
+            Ok(_) => Runnable::of(program).map_err(|error| unstartable(error, false)),
+            Err(error) => Err(unstartable(error, false)),
+        }
+    }
+
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
         command
     }
+}
+
+/// Why a round cannot start a program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Unstartable {
+    pub(crate) reason: String,
+    /// Whether the program cannot start in a later round either.
+    pub(crate) is_final: bool,
 }
 
 /// SHA-256 of a script, in hex.
@@ -166,9 +194,17 @@ mod tests {
         std::fs::write(&script, "print(2)\n").unwrap();
         let error = Runnable::of(&wanted).unwrap_err().to_string();
         assert!(error.contains("SHA-256") && error.contains("copy"), "{error}");
+        let changed = Runnable::again(&wanted).unwrap_err();
+        assert!(
+            changed.is_final && changed.reason.contains("has changed since the job began"),
+            "{changed:?}"
+        );
+        assert!(!changed.reason.contains("copy"), "{changed:?}");
         std::fs::remove_file(&script).unwrap();
         let error = Runnable::of(&wanted).unwrap_err().to_string();
         assert!(error.contains("cannot be read here") && error.contains("train.py"), "{error}");
+        // It may come back.
+        assert!(!Runnable::again(&wanted).unwrap_err().is_final);
         assert!(Runnable::of(&program(dir.path(), None)).unwrap_err().to_string().contains("not a file"));
     }
 }

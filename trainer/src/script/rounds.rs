@@ -7,6 +7,7 @@
 //! Invariants:
 //! - No process starts before every process of the round before has ended, or its node was dropped.
 //! - At most `max_restarts` rounds follow a failure; nodes that join or leave in order cost none.
+//! - No round follows a failure that a later one would have, too.
 //! - Every phase but *running* has a deadline.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -60,7 +61,12 @@ impl Failure {
     pub(crate) fn describe(&self) -> String {
         match self {
             Failure::Process { node, ended } => {
-                format!("{} on {node} (process {}) {}", ended.place, ended.pid, ended.exit.describe())
+                // A process that was not started has no number.
+                let process = match ended.pid {
+                    0 => String::new(),
+                    pid => format!(" (process {pid})"),
+                };
+                format!("{} on {node}{process} {}", ended.place, ended.exit.describe())
             }
             Failure::NodeLost { node, reason } => format!("node {node} was lost: it {reason}"),
         }
@@ -90,7 +96,7 @@ pub(crate) enum Verdict {
     Succeeded,
     /// It was asked to stop.
     Stopped,
-    /// A round failed, and no restart was left.
+    /// A round failed, and no restart was left, or none would help.
     Failed(Failure),
     /// Too few nodes came.
     Missing {
@@ -292,13 +298,21 @@ impl Rounds {
                     places.remove(&ended.place);
                 }
                 if has_failed {
-                    self.fail(Failure::Process { node: name, ended });
-                    self.begin_stop(Then::Again, now);
+                    let is_final = ended.is_final;
+                    let failure = Failure::Process { node: name, ended };
+                    self.fail(failure.clone());
+                    let then = if is_final { Then::End(Verdict::Failed(failure)) } else { Then::Again };
+                    self.begin_stop(then, now);
                 }
             }
             // The failure that came first may be reported later.
-            Phase::Stopping { .. } if has_failed && self.is_failing => {
-                self.fail(Failure::Process { node: name, ended });
+            Phase::Stopping { then, .. } if has_failed && self.is_failing => {
+                let is_final = ended.is_final;
+                let failure = Failure::Process { node: name, ended };
+                if is_final && matches!(then, Then::Again) {
+                    *then = Then::End(Verdict::Failed(failure.clone()));
+                }
+                self.fail(failure);
             }
             _ => {}
         }

@@ -39,6 +39,8 @@ fn invalid_columns_and_labels_are_refused_before_workers_start() {
     let home = home();
     let halves: ArrayRef =
         Arc::new(Float64Array::from_iter_values((0..40).map(|row| f64::from(row % 3) + 0.5)));
+    let seconds: ArrayRef =
+        Arc::new(Float64Array::from_iter_values((0..40).map(|row| 1.7e9 + f64::from(row % 3))));
     let labels: ArrayRef = Arc::new(Int64Array::from(vec![1; 40]));
     let pixels = Arc::clone(rows(0..40).column(0));
     let field = |name: &str, of: &ArrayRef| Field::new(name, of.data_type().clone(), true);
@@ -54,6 +56,7 @@ fn invalid_columns_and_labels_are_refused_before_workers_start() {
             ("nulls", labelled(Arc::new(Int64Array::from(vec![None; 40])))),
             ("untyped", labelled(arrow::array::new_null_array(&DataType::Null, 40))),
             ("nan", labelled(Arc::new(Float32Array::from(vec![f32::NAN; 40])))),
+            ("seconds", labelled(seconds)),
             ("twice", twice),
             ("empty", labelled(labels).slice(0, 0)),
         ],
@@ -70,6 +73,10 @@ fn invalid_columns_and_labels_are_refused_before_workers_start() {
         (mse("nulls"), vec!["no value", "\"label\"", "a.parquet"]),
         (of("untyped", ""), vec!["\"label\"", "Null"]),
         (mse("nan"), vec!["NaN", "\"label\"", "a.parquet"]),
+        (
+            of("seconds", "loss = \"mse\"\nstandardize_labels = true").replace("classes = 3", "classes = 1"),
+            vec!["\"label\"", "1700000000.97", "float32 cannot tell them apart", "subtract"],
+        ),
         (of("twice", ""), vec!["two columns", "\"label\"", "a.parquet"]),
         (of("empty", ""), vec!["empty", "hold no row"]),
         (

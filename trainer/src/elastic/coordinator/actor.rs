@@ -283,6 +283,15 @@ impl Actor<'_> {
         }
     }
 
+    /// Ends the started processes that have not greeted, once the job is over: they hold no state and would get no answer.
+    pub(super) fn end_launches(&mut self) {
+        for launch in self.membership.starting() {
+            if let Some(kill) = self.kills.get(&launch) {
+                kill.cancel();
+            }
+        }
+    }
+
     /// Carries out the decided actions; returns the verdict when the job is over.
     pub(super) fn act(&mut self) -> Option<Verdict> {
         let mut verdict = None;

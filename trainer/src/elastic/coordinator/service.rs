@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::{Event, to_worker_message};
 use crate::config::Config;
 use crate::elastic::joining::{coordinator_proof, is_worker_proof};
-use crate::elastic::listener::{self, Peer};
+use crate::elastic::listener::{self, Contact, Peer};
 use crate::elastic::membership::MemberId;
 use crate::elastic::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
 use crate::elastic::proto::{self, from_worker, to_worker};
@@ -68,8 +68,8 @@ pub(crate) async fn admit(
 pub(crate) enum Admission {
     /// Those that the coordinator launched; the token reached them in their environment.
     Launched { token: String },
-    /// Those of other machines; the token is never sent.
-    Joining { token: Token },
+    /// Those of other machines; the token is never sent. One that does not answer for `silence_max` is lost.
+    Joining { token: Token, silence_max: Duration },
 }
 
 /// The gRPC service that admits workers with the right token.
@@ -110,11 +110,11 @@ impl Service for CoordinatorService {
                 let (reply, answer) = oneshot::channel();
                 events.send(Event::Joined { hello, outbox, reply }).await.map_err(|_| gone())?;
                 let member = answer.await.map_err(|_| gone())?.map_err(Status::failed_precondition)?;
-                tokio::spawn(relay(member, messages, events));
+                tokio::spawn(relay(member, messages, events, None));
             }
-            Admission::Joining { token } => {
+            Admission::Joining { token, silence_max } => {
                 // The worker reads the challenge from the reply, so the reply begins before the proof.
-                let token = token.clone();
+                let (token, silence_max) = (token.clone(), *silence_max);
                 let peer = peer.ok_or_else(|| Status::internal("the connection has no TLS"))?;
                 tokio::spawn(async move {
                     let refuse = outbox.clone();
@@ -122,7 +122,7 @@ impl Service for CoordinatorService {
                         Ok(member) => {
                             // The stream closes when the coordinator drops its end.
                             drop(refuse);
-                            relay(member, messages, events).await;
+                            relay(member, messages, events, Some((peer.contact, silence_max))).await;
                         }
                         Err(status) => {
                             tracing::warn!(reason = status.message(), "a worker was not admitted");
@@ -134,6 +134,19 @@ impl Service for CoordinatorService {
         }
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
     }
+}
+
+/// Why a connection has ended that the own side has closed, as the peer is suspended or cut off.
+fn unanswered(contact: &Contact, limit: Duration) -> Option<String> {
+    let silence = contact.silence();
+    // The peer was asked for a sign of life after half of the limit, and had as long to answer.
+    (silence >= limit / 2).then(|| {
+        format!(
+            "did not answer for {} ms (heartbeat_lost_ms = {}): it is suspended, or the network is down",
+            silence.as_millis(),
+            limit.as_millis()
+        )
+    })
 }
 
 /// Lets a worker of another machine prove the token, and makes it a member.
@@ -197,11 +210,13 @@ pub(super) async fn challenge(
     })
 }
 
-/// Hands a member's messages to the coordinator until its stream ends.
+/// Hands a member's messages to the coordinator until its stream ends. `contact` tells of a connection that is closed
+/// after a silence.
 pub(super) async fn relay(
     member: MemberId,
     mut messages: Streaming<proto::FromWorker>,
     events: mpsc::Sender<Event>,
+    contact: Option<(Contact, Duration)>,
 ) {
     let reason = loop {
         match messages.next().await {
@@ -215,6 +230,7 @@ pub(super) async fn relay(
             None => break "closed its connection".to_owned(),
         }
     };
+    let reason = contact.and_then(|(contact, limit)| unanswered(&contact, limit)).unwrap_or(reason);
     // Once the job is over, the inbox is closed.
     let _ = events.send(Event::Disconnected { member, reason }).await;
 }
@@ -229,6 +245,75 @@ mod tests {
     use crate::join::tls::Binding;
     use crate::proof::prove;
 
+    fn joining(token: &Token, config: &Config) -> Admission {
+        Admission::Joining { token: token.clone(), silence_max: config.heartbeat_lost() }
+    }
+
+    /// A worker that was admitted is suspended, or closes its connection: the reason that the coordinator is told.
+    async fn reason_of_the_end(is_suspended: bool) -> String {
+        let listen = Listen {
+            address: "127.0.0.1:0".parse().unwrap(),
+            advertise: None,
+            token: Token::of("0123456789abcdef"),
+            tls: None,
+            workers_local: Some(0),
+        };
+        let config = Config { heartbeat_lost_ms: 1_000, ..Config::default() };
+        let (events, mut inbox) = mpsc::channel(8);
+        let service = CoordinatorService { admission: joining(&listen.token, &config), events };
+        let shutdown = CancellationToken::new();
+        let _stop = shutdown.clone().drop_guard();
+        let address = admit(&listen, service, &config, shutdown).await.unwrap();
+        // What is between the two passes nothing on from then on, and keeps the connections.
+        let between = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let place = between.local_addr().unwrap();
+        let suspend = CancellationToken::new();
+        let suspended = suspend.clone();
+        tokio::spawn(async move {
+            let (mut of_worker, _) = between.accept().await.unwrap();
+            let mut of_coordinator = tokio::net::TcpStream::connect(address).await.unwrap();
+            let copied = tokio::io::copy_bidirectional(&mut of_worker, &mut of_coordinator);
+            if suspended.run_until_cancelled(copied).await.is_none() {
+                std::future::pending::<()>().await;
+            }
+        });
+        let (channel, binding) = connect(place, &listen.token).await;
+        let mut client = CoordinatorClient::new(channel);
+        let (outgoing, messages) = mpsc::channel(8);
+        let send = |message| outgoing.try_send(proto::FromWorker { message: Some(message) }).unwrap();
+        send(from_worker::Message::Hello(hello(PROTOCOL)));
+        let mut answers = client.session(ReceiverStream::new(messages)).await.unwrap().into_inner();
+        let Some(to_worker::Message::Challenge(challenge)) =
+            answers.message().await.unwrap().and_then(|answer| answer.message)
+        else {
+            panic!("no challenge")
+        };
+        let parts: [&[u8]; 4] = [&binding, &[3; NONCE_BYTES], &challenge.nonce, b"127.0.0.1:1"];
+        let proof = prove(b"0123456789abcdef", "millrace worker", &parts).to_vec();
+        send(from_worker::Message::Proof(proto::Proof { proof }));
+        let Some(Event::Admitted { reply, outbox: _outbox, .. }) = inbox.recv().await else {
+            panic!("not admitted")
+        };
+        reply.send(Some(1)).unwrap();
+        if is_suspended {
+            suspend.cancel();
+        } else {
+            drop((outgoing, answers, client));
+        }
+        match inbox.recv().await {
+            Some(Event::Disconnected { member: 1, reason }) => reason,
+            _ => panic!("no end"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_suspended_worker_is_told_from_one_that_closes_its_connection() {
+        let reason = reason_of_the_end(true).await;
+        assert!(reason.contains("did not answer for") && reason.contains("= 1000"), "{reason}");
+        let reason = reason_of_the_end(false).await;
+        assert!(reason.contains("its connection"), "{reason}");
+    }
+
     /// What a worker says, and the coordinator's last answer to it.
     async fn told(hello: proto::Hello, proof: impl Fn(&Binding, &proto::Challenge) -> Vec<u8>) -> Status {
         let listen = Listen {
@@ -239,8 +324,7 @@ mod tests {
             workers_local: Some(0),
         };
         let (events, _inbox) = mpsc::channel(8);
-        let service =
-            CoordinatorService { admission: Admission::Joining { token: listen.token.clone() }, events };
+        let service = CoordinatorService { admission: joining(&listen.token, &Config::default()), events };
         let shutdown = CancellationToken::new();
         let _stop = shutdown.clone().drop_guard();
         let address = admit(&listen, service, &Config::default(), shutdown).await.unwrap();

@@ -37,14 +37,16 @@ impl Membership {
                 _ => {}
             }
         }
-        let silent: Vec<MemberId> = self
+        let silent: Vec<(MemberId, Duration)> = self
             .members
             .iter()
-            .filter(|(_, member)| member.heard + self.silence_max(member) <= now)
-            .map(|(id, _)| *id)
+            .map(|(id, member)| (*id, member.heard, self.silence_max(member)))
+            .filter(|(_, heard, limit)| *heard + *limit <= now)
+            .map(|(id, _, limit)| (id, limit))
             .collect();
-        for id in silent {
-            self.lost(id, "fell silent", now);
+        for (id, limit) in silent {
+            let key = if limit == self.rules.heartbeat_lost { " (heartbeat_lost_ms)" } else { "" };
+            self.lost(id, &format!("did not answer for {} ms{key}", limit.as_millis()), now);
         }
         let late: Vec<(MemberId, String)> = self
             .members

@@ -300,3 +300,13 @@ fn a_member_that_cannot_leave_is_removed_and_its_error_ends_no_job() {
     assert_eq!(closed(&actions), [second]);
     assert!(!actions.iter().any(|action| matches!(action, Action::End(_))), "{actions:?}");
 }
+
+#[test]
+fn the_loss_of_a_silent_worker_names_its_limit() {
+    let mut job = SimulatedJob::listening(1, 1);
+    let member = job.admit(1).unwrap();
+    job.membership.record_contact(member, job.now);
+    let actions = job.pass(Duration::from_secs(6), &[]);
+    let reason = "did not answer for 5000 ms (heartbeat_lost_ms)".to_owned();
+    assert!(actions.contains(&Action::Close { member, reason, lost: true }), "{actions:?}");
+}

@@ -239,6 +239,8 @@ async fn a_script_that_changes_between_rounds_is_refused() {
     match running.report().await {
         Report::Exited { ended, .. } => match ended.exit {
             Exit::Failed(reason) => {
+                assert!(ended.is_final, "{reason}");
+                assert!(reason.contains("has changed since the job began"), "{reason}");
                 assert!(reason.contains("SHA-256") && reason.contains("script.sh"), "{reason}")
             }
             other => panic!("{other:?}"),

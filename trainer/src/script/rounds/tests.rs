@@ -30,7 +30,15 @@ fn node(id: NodeId, workers: u32) -> Node {
 
 fn end(role: Role, index: u32, exit: Exit, at_ms: u64) -> Ended {
     let place = Place { role, index };
-    Ended { place, pid: 1, exit, at_ms, was_asked: false, lines: vec![format!("rank {index}")] }
+    Ended {
+        place,
+        pid: 1,
+        exit,
+        at_ms,
+        was_asked: false,
+        is_final: false,
+        lines: vec![format!("rank {index}")],
+    }
 }
 
 /// Rounds whose nodes answer at once.
@@ -189,6 +197,32 @@ fn a_failure_starts_the_next_round_with_the_nodes_that_are_there() {
     assert_eq!(world.round(), 3);
     world.exit(2, end(Role::Worker, 4, Exit::Code(3), 1));
     assert!(matches!(world.rounds.verdict(), Some(Verdict::Failed(_))), "no restart is left");
+}
+
+#[test]
+fn a_failure_that_no_restart_helps_ends_the_job_at_once() {
+    let changed = |index| {
+        let exit = Exit::Failed("could not be started: the file has changed".into());
+        Ended { pid: 0, is_final: true, ..end(Role::Worker, index, exit, 0) }
+    };
+    // The failure may also come while the round stops for another one.
+    for is_second in [false, true] {
+        let mut world = World::new(rules((1, 1), 5));
+        world.join(0, 2);
+        world.silent.insert(0);
+        if is_second {
+            world.exit(0, end(Role::Worker, 0, Exit::Code(1), 90));
+        }
+        world.exit(0, changed(1));
+        world.rounds.stopped(0, 1, world.now);
+        match world.rounds.verdict() {
+            Some(Verdict::Failed(failure)) => {
+                assert_eq!(failure.describe(), "rank 1 on n0 could not be started: the file has changed");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(world.rounds.restarts(), 0);
+    }
 }
 
 #[test]
