@@ -75,8 +75,9 @@ class Feed:
 
     A feed is its own iterator. One iteration reads ``epochs`` epochs: batches are full and roll over from epoch to
     epoch, and the last one has the rows that are left, which the ranks share evenly. The next iteration goes on with
-    the epochs that follow, in another order. An iteration that was left early continues where it stopped. All ranks
-    get the same number of batches. A batch with fewer rows than ranks leaves some of them with none.
+    the epochs that follow, in another order. Its first batch has the rest of the global batch in which the one before has
+    ended, so it may be short, too. An iteration that was left early continues where it stopped. All ranks get the same
+    number of batches. A batch with fewer rows than ranks leaves some of them with none: their mean loss is NaN.
 
     Reading and decoding run on threads of their own while Python works. One thread at a time may iterate; another one that
     asks for a batch meanwhile gets an error, not the same batch.
@@ -309,7 +310,12 @@ class Feed:
         return True
 
     def __len__(self) -> int:
-        """Batches of the current iteration, from its beginning."""
+        """Batches of the current iteration, from its beginning.
+
+        An iteration of ``n`` epochs of ``r`` rows has ``ceil(n * r / batch_rows)`` batches from epoch 0. Iterations of one
+        epoch differ by one batch where ``batch_rows`` does not divide ``r``. That of epoch ``e`` has
+        ``ceil((e + 1) * r / batch_rows) - floor(e * r / batch_rows)``: sum this, or ``len`` after each :meth:`set_epoch`.
+        """
         if self._epochs is None:
             raise TypeError("a feed with epochs=None has no end")
         start, end = self._round(self._place)
