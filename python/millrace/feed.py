@@ -377,8 +377,8 @@ class Feed:
         if ahead is not None and batches > 0 and self._reader.place_after(self._place, batches - 1) >= ahead.place:
             raise UsageError(
                 f"state of {self.dataset} after {batches} batches: TensorFlow has read fewer of the iteration that it began "
-                f"last; count from the beginning of each iteration, and pass epochs=n to the feed in place of repeat(n), which "
-                f"begins iterations ahead of the loop"
+                "last; count from the beginning of each iteration, and pass epochs=n to the feed in place of repeat(n), "
+                "which begins iterations ahead of the loop"
             )
         return self._state_after(self._place, batches)
 

@@ -29,9 +29,9 @@ def dataset(feed: Feed) -> Any:
     ``epochs=n`` to the feed instead.
 
     An iteration that was left early is begun again, unless TensorFlow had read ahead to its last batch. To depend on no
-    timing, set the position after a loop that is left early. Under a strategy, ``fit`` of Keras leaves an iteration after one
-    batch before it trains: with epochs of few batches, call ``set_epoch`` in ``on_epoch_begin``. ``fit`` takes the number of
-    steps of an epoch from its first one: read the rest of a resumed epoch in a ``fit`` of its own.
+    timing, set the position after a loop that is left early. Under a strategy, ``fit`` of Keras takes one batch and begins
+    again: with epochs of few batches, call ``set_epoch`` in ``on_epoch_begin``. ``fit`` takes the number of steps of an epoch
+    from its first one: read the rest of a resumed epoch in a ``fit`` of its own.
 
     Strings and bytes are tensors of strings; lists of numbers are ragged tensors. The dataset is not sharded by
     TensorFlow: in ``strategy.distribute_datasets_from_function``, pass the feed ``rank=context.input_pipeline_id`` and

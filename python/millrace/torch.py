@@ -170,8 +170,8 @@ class FeedDataset(IterableDataset):
     to :meth:`load_state_dict`. :meth:`set_epoch` says where the next loop begins, also to persistent workers. Without workers,
     a feed without end goes on where the loop before was left.
 
-    The first and the last batch of a loop may be short. ``len`` is the number of batches of the loop that has begun last, and
-    loops differ by one batch where ``batch_rows`` does not divide the rows of an epoch. For the steps of ``n`` epochs, sum
+    The first and the last batch of a loop may be short. ``len`` is the number of batches of the loop that has begun last.
+    Loops differ by one batch where ``batch_rows`` does not divide the rows of an epoch. For the steps of ``n`` epochs, sum
     ``len`` after ``set_epoch`` of each, or read them in one loop with ``epochs=n``: see ``Feed.__len__``.
     """
 
