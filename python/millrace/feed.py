@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import datetime
 import operator
 import os
@@ -26,6 +27,17 @@ __all__ = ["Feed", "Mixture"]
 _ENDLESS = 1 << 61
 # The greatest values of arguments; other numbers have 61 bits.
 _MOST = {"rank": (1 << 32) - 1, "world": (1 << 32) - 1, "batch_rows": 4_194_304}
+
+
+# Held while another library begins an iteration: its threads may begin several of one feed.
+_beginning = threading.Lock()
+
+
+class _Ahead:
+    """An iteration that is read ahead of its loop: the place behind the batches that were read, and its end."""
+
+    def __init__(self, place: int, end: int) -> None:
+        self.place, self.end = place, end
 
 
 class Mixture:
@@ -63,8 +75,9 @@ class Feed:
 
     A feed is its own iterator. One iteration reads ``epochs`` epochs: batches are full and roll over from epoch to
     epoch, and the last one has the rows that are left, which the ranks share evenly. The next iteration goes on with
-    the epochs that follow, in another order. An iteration that was left early continues where it stopped. All ranks
-    get the same number of batches. A batch with fewer rows than ranks leaves some of them with none.
+    the epochs that follow, in another order. Its first batch has the rest of the global batch in which the one before has
+    ended, so it may be short, too. An iteration that was left early continues where it stopped. All ranks get the same
+    number of batches. A batch with fewer rows than ranks leaves some of them with none: their mean loss is NaN.
 
     Reading and decoding run on threads of their own while Python works. One thread at a time may iterate; another one that
     asks for a batch meanwhile gets an error, not the same batch.
@@ -252,6 +265,8 @@ class Feed:
         self._has_ended = False
         # Whether a state was loaded after the last batch of an iteration: that one has nothing left.
         self._is_over = False
+        # The iteration from this position that another library reads ahead of its loop; none once the position was set.
+        self._ahead: _Ahead | None = None
         # The lock of the thread that takes a batch, and the process to which it belongs.
         self._reading = os.getpid(), threading.Lock()
 
@@ -287,6 +302,7 @@ class Feed:
             self._has_ended, self._is_over = True, False
             raise StopIteration
         batch = self._convert(batch)
+        self._ahead = None
         self._place = min(self._reader.place_after(self._place, 1), end)
         return batch
 
@@ -294,7 +310,12 @@ class Feed:
         return True
 
     def __len__(self) -> int:
-        """Batches of the current iteration, from its beginning."""
+        """Batches of the current iteration, from its beginning.
+
+        An iteration of ``n`` epochs of ``r`` rows has ``ceil(n * r / batch_rows)`` batches from epoch 0. Iterations of one
+        epoch differ by one batch where ``batch_rows`` does not divide ``r``. That of epoch ``e`` has
+        ``ceil((e + 1) * r / batch_rows) - floor(e * r / batch_rows)``: sum this, or ``len`` after each :meth:`set_epoch`.
+        """
         if self._epochs is None:
             raise TypeError("a feed with epochs=None has no end")
         start, end = self._round(self._place)
@@ -348,7 +369,17 @@ class Feed:
         return {**state, "over": True} if is_over else state
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """:meth:`state_dict` after ``batches`` more batches of this iteration, for loaders that count them."""
+        """:meth:`state_dict` after ``batches`` more batches of this iteration, for loaders that count them.
+
+        :raises millrace.UsageError: where TensorFlow reads ahead, and has not read that many batches of this iteration.
+        """
+        ahead = self._ahead
+        if ahead is not None and batches > 0 and self._reader.place_after(self._place, batches - 1) >= ahead.place:
+            raise UsageError(
+                f"state of {self.dataset} after {batches} batches: TensorFlow has read fewer of the iteration that it began "
+                "last; count from the beginning of each iteration, and pass epochs=n to the feed in place of repeat(n), "
+                "which begins iterations ahead of the loop"
+            )
         return self._state_after(self._place, batches)
 
     def _state_after(self, start: int, batches: int) -> dict[str, Any]:
@@ -429,7 +460,22 @@ class Feed:
     def _set_place(self, place: int) -> None:
         if place >= _ENDLESS:
             raise UsageError(f"resume {self.dataset}: row {place} is beyond the order")
-        self._place, self._end, self._has_ended, self._is_over = place, None, False, False
+        self._place, self._end, self._has_ended, self._is_over, self._ahead = place, None, False, False, None
+
+    def _begin_ahead(self) -> tuple[Feed, _Ahead]:
+        """A copy that reads one iteration, and what is known of that one.
+
+        It begins behind the iteration of which another copy has read all batches, else at the position. This feed moves to
+        its beginning only: the loop has taken fewer batches than the copy has read.
+        """
+        with _beginning:
+            before = self._ahead
+            if before is not None and before.place >= before.end:
+                self._set_place(before.end)
+            own = copy.copy(self)
+            end = own._place if own._is_over else own._end_of_round(own._place)
+            self._ahead = _Ahead(own._place, end)
+            return own, self._ahead
 
     def _end_of_round(self, place: int) -> int:
         return _ENDLESS if self._epochs is None else self._round(place)[1]

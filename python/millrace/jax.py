@@ -18,7 +18,7 @@ def arrays(feed: Feed, *, sharding: Any = None) -> Iterator[dict[str, Any]]:
     """The batches of a feed as dictionaries of JAX arrays: ``for batch in millrace.jax.arrays(feed)``.
 
     On a CPU the arrays are the memory of the batch where its alignment allows that. ``feed.state_dict()`` is the position
-    after the batches that were taken.
+    after the batches that were taken. Another call goes on there, or with the epochs that follow.
 
     Without ``jax_enable_x64``, JAX has 32 bits: floats of 64 bits are rounded, and an integer that does not fit is an
     error that names its column.

@@ -19,10 +19,19 @@ __all__ = ["dataset"]
 def dataset(feed: Feed) -> Any:
     """A ``tf.data.Dataset`` of the batches of a feed: dictionaries of tensors whose first dimension is open.
 
-    Each iteration of the dataset is one iteration of the feed from the position that the feed has when it begins. It
-    moves a copy: TensorFlow reads ahead, so only the loop knows what it has taken. After ``n`` batches,
-    ``feed.state_after(n)`` is the state to store, and ``feed.load_state_dict`` goes on from it. ``feed.set_epoch`` begins
-    another epoch.
+    Each iteration of the dataset is one iteration of the feed. The first one begins at the position of the feed, and each
+    further one behind the one before: ``fit(epochs=n)`` and ``repeat(n)`` read the epochs that follow. After
+    ``feed.set_epoch`` or ``feed.load_state_dict``, the next one begins there.
+
+    TensorFlow reads ahead, so only the loop knows what it has taken. The feed stays at the beginning of the iteration that
+    began last. After ``n`` batches of it, ``feed.state_after(n)`` is the state to store, and ``feed.load_state_dict`` goes
+    on from it. ``repeat`` begins iterations before the loop has taken all batches of the one before. To store states, pass
+    ``epochs=n`` to the feed instead.
+
+    An iteration that was left early is begun again, unless TensorFlow had read ahead to its last batch. To depend on no
+    timing, set the position after a loop that is left early. Under a strategy, ``fit`` of Keras takes one batch and begins
+    again: with epochs of few batches, call ``set_epoch`` in ``on_epoch_begin``. ``fit`` takes the number of steps of an epoch
+    from its first one: read the rest of a resumed epoch in a ``fit`` of its own.
 
     Strings and bytes are tensors of strings; lists of numbers are ragged tensors. The dataset is not sharded by
     TensorFlow: in ``strategy.distribute_datasets_from_function``, pass the feed ``rank=context.input_pipeline_id`` and
@@ -40,8 +49,11 @@ def dataset(feed: Feed) -> Any:
     signature = {name: _spec(feed, name, column) for name, column in probe.items()}
 
     def batches() -> Iterator[dict[str, Any]]:
-        for batch in copy.copy(feed):
-            yield {name: _tensor(feed, name, column, signature[name]) for name, column in batch.items()}
+        own, ahead = feed._begin_ahead()
+        for batch in own:
+            tensors = {name: _tensor(feed, name, column, signature[name]) for name, column in batch.items()}
+            ahead.place = own._place
+            yield tensors
 
     made = tensorflow.data.Dataset.from_generator(batches, output_signature=signature)
     options = tensorflow.data.Options()

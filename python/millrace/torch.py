@@ -168,7 +168,11 @@ class FeedDataset(IterableDataset):
     The first loop starts from the position of this object, and each further one begins the epochs that follow, with any
     number of workers. What is left of a loop that was left early is not read: to read it, pass the state after its last batch
     to :meth:`load_state_dict`. :meth:`set_epoch` says where the next loop begins, also to persistent workers. Without workers,
-    a feed without end goes on where the loop before was left. ``len`` is that of the loop that has begun last.
+    a feed without end goes on where the loop before was left.
+
+    The first and the last batch of a loop may be short. ``len`` is the number of batches of the loop that has begun last.
+    Loops differ by one batch where ``batch_rows`` does not divide the rows of an epoch. For the steps of ``n`` epochs, sum
+    ``len`` after ``set_epoch`` of each, or read them in one loop with ``epochs=n``: see ``Feed.__len__``.
     """
 
     def __init__(self, dataset: str | Mixture, *, format: str = "torch", **arguments: Any) -> None:

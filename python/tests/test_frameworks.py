@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import unittest
+from typing import Any
 from unittest import mock
 
 import millrace
@@ -38,6 +39,13 @@ class JaxTest(HomeCase):
         for batch in millrace.jax.arrays(resumed):
             ids += ids_of(batch)
         self.assertEqual(digest(ids), digest(self.order()))
+
+    def test_iterations_read_the_epochs_that_follow(self) -> None:
+        import millrace.jax
+
+        feed = self.feed()
+        ids = [i for _ in range(2) for batch in millrace.jax.arrays(feed) for i in ids_of(batch)]
+        self.assertEqual(digest(ids), digest(self.order(epochs=2)))
 
     def test_what_jax_cannot_hold_is_refused(self) -> None:
         import millrace.jax
@@ -140,6 +148,91 @@ class TensorFlowTest(HomeCase):
             feed.set_epoch(epoch)
             ids += [i for batch in made for i in ids_of({"id": batch["id"].numpy()})]
         self.assertEqual(digest(ids), digest(self.order(epochs=2)))
+
+    @staticmethod
+    def ids(made: Any) -> list[int]:
+        return [i for batch in made for i in ids_of({"id": batch["id"].numpy()})]
+
+    def test_iterations_read_the_epochs_that_follow(self) -> None:
+        import millrace.tf
+
+        feed = self.feed()
+        made = millrace.tf.dataset(feed)
+        ids = self.ids(made) + self.ids(made.prefetch(2).repeat(2))
+        # Another dataset of the feed goes on, too.
+        ids += self.ids(millrace.tf.dataset(feed).prefetch(4))
+        self.assertEqual(digest(ids), digest(self.order(epochs=4)))
+        self.assertEqual(feed.epoch, 3)
+        for _ in range(2):
+            feed.set_epoch(0)
+            self.assertEqual(digest(self.ids(made)), digest(self.order()))
+        self.assertEqual(digest(ids[ROWS : 2 * ROWS]), digest(self.ids(made)))
+
+    def test_a_loop_that_was_left_is_begun_again_or_resumed(self) -> None:
+        import millrace.tf
+
+        feed = self.feed()
+        made = millrace.tf.dataset(feed)
+        # The dataset reads no further than the loop takes.
+        left = self.ids(made.take(2))
+        ids = self.ids(made)
+        self.assertEqual(left, ids[:256])
+        ids += self.ids(made.take(3))
+        state = feed.state_after(3)
+        self.assertEqual(feed.epoch, 1)
+        with self.assertRaisesRegex(millrace.UsageError, "after 4 batches: TensorFlow has read fewer"):
+            feed.state_after(4)
+        feed.load_state_dict(state)
+        for _ in range(2):
+            ids += self.ids(made)
+        self.assertEqual(digest(ids), digest(self.order(epochs=3)))
+        # All batches of an iteration, without its end.
+        batches = len(feed)
+        ids = self.ids(made.take(batches))
+        # The state of the last batch has nothing left, and the iteration after it begins the next epoch.
+        feed.load_state_dict(feed.state_after(batches))
+        self.assertEqual(self.ids(made), [])
+        self.assertEqual(digest(ids + self.ids(made)), digest(self.order(epochs=5)[3 * ROWS :]))
+
+    def test_a_feed_without_end_begins_at_its_position(self) -> None:
+        import millrace.tf
+
+        feed = self.feed(epochs=None)
+        made = millrace.tf.dataset(feed)
+        for _ in range(2):
+            self.assertEqual(digest(self.ids(made.take(16))), digest(self.order(epochs=3)[: 16 * 128]))
+        feed.load_state_dict(feed.state_after(16))
+        self.assertEqual(digest(self.ids(made.take(4))), digest(self.order(epochs=3)[16 * 128 : 20 * 128]))
+
+    def test_epochs_of_keras_are_those_that_follow(self) -> None:
+        import tensorflow
+
+        import millrace.tf
+
+        feed = millrace.Feed(DATASET, columns=["id"], home=self.home, batch_rows=64, rows_per_epoch=0.25)
+        trained: list[int] = []
+
+        class Record(tensorflow.keras.layers.Layer):
+            def call(self, rows: Any) -> Any:
+                def record(values: Any) -> Any:
+                    trained.extend(int(value) for value in values.numpy().ravel())
+                    return values
+
+                kept = tensorflow.py_function(record, [rows], rows.dtype)
+                kept.set_shape(rows.shape)
+                return tensorflow.cast(kept, "float32")
+
+        def features(batch: Any) -> Any:
+            return batch["id"][:, None], tensorflow.zeros_like(batch["id"], "float32")[:, None]
+
+        model = tensorflow.keras.Sequential([Record(), tensorflow.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        # Epochs of 4, 5, 5 and 5 batches.
+        steps: list[int] = []
+        count = tensorflow.keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: steps.append(step))
+        model.fit(millrace.tf.dataset(feed).map(features), epochs=4, verbose=0, callbacks=[count])
+        self.assertEqual(steps, [*range(4), *range(5), *range(5), *range(5)])
+        self.assertEqual(digest(trained), digest(self.order(batch_rows=64)))
 
     def test_a_rank_without_rows_gets_empty_batches(self) -> None:
         import millrace.tf

@@ -43,6 +43,22 @@ class LoaderTest(HomeCase):
             self.assertEqual([len(loader) for loader in loaders], [8] * world)
             self.assertEqual(digest(together(loaders)), expected, f"{world} ranks, {workers} workers")
 
+    def test_lengths_of_loops_add_up_to_the_steps_of_their_epochs(self) -> None:
+        dataset = self.dataset(batch_rows=128)
+        lengths = []
+        for epoch in range(4):
+            dataset.set_epoch(epoch)
+            lengths.append(len(dataset))
+        self.assertEqual(lengths, [8, 9, 9, 9])
+        self.assertEqual(lengths, [-(-(epoch + 1) * ROWS // 128) - epoch * ROWS // 128 for epoch in range(4)])
+        dataset.set_epoch(0)
+        loops = [[len(batch["id"]) for batch in dataset] for _ in range(4)]
+        # Where a loop ends inside a global batch, the next one begins with the rest of it.
+        full = [128] * 7
+        self.assertEqual(loops, [[*full, 104], [24, *full, 80], [48, *full, 56], [72, *full, 32]])
+        self.assertEqual([len(loop) for loop in loops], lengths)
+        self.assertEqual(len(self.dataset(batch_rows=128, epochs=4)), -(-4 * ROWS // 128))
+
     def test_spawned_workers_get_the_same_ids(self) -> None:
         generator = self.torch.Generator()
         loader = self.loader(2, multiprocessing_context="spawn", generator=generator)
