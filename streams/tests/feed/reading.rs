@@ -11,7 +11,7 @@ use arrow::array::{
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Int32Type, Schema};
 use arrow::ipc::CompressionType;
-use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
+use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use futures::StreamExt;
 use futures::future::join_all;
 use millrace_leaf::error_chain::one_line;
@@ -238,6 +238,23 @@ pub(crate) fn ipc_with(batch: &RecordBatch, codec: CompressionType) -> Vec<u8> {
     let mut writer = FileWriter::try_new_with_options(Vec::new(), &batch.schema(), options).unwrap();
     writer.write(batch).unwrap();
     writer.into_inner().unwrap()
+}
+
+#[tokio::test]
+async fn an_arrow_stream_is_not_called_damaged() {
+    let batch = rows(0, 8);
+    let mut writer = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    writer.write(&batch).unwrap();
+    let stream = writer.into_inner().unwrap();
+    let cut = ipc(std::slice::from_ref(&batch));
+    let store = store_of(vec![("t/0.arrow", stream), ("u/0.arrow", cut[..cut.len() - 9].to_vec())]).await;
+    let error = one_line(&read_epoch(&store, "t").await.unwrap_err());
+    for part in ["t/0.arrow", "Arrow IPC stream", "pyarrow.ipc.new_file", "Parquet"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert!(!error.contains("corrupt"), "{error}");
+    let error = read_epoch(&store, "u").await.unwrap_err();
+    assert!(matches!(error, FeedError::Corrupt { .. }), "{error:?}");
 }
 
 #[tokio::test]
