@@ -284,6 +284,10 @@ fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<Schema
                 Ok(other) if other.data_type().equals_datatype(field.data_type()) => {
                     let is_nullable = field.is_nullable() || other.is_nullable();
                     field.set_nullable(is_nullable);
+                    // Schemas of datasets have no metadata but the extension type, such as the shape of tensors.
+                    if field.metadata() != other.metadata() {
+                        field.metadata_mut().clear();
+                    }
                 }
                 other => return Err(differs(field.name(), Some(&*field), other.ok())),
             }
