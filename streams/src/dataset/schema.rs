@@ -233,7 +233,15 @@ pub(crate) fn conform(
         .map(|field| match columns.get(field.name()) {
             None => Ok(new_null_array(field.data_type(), rows)),
             Some(array) if array.data_type() == field.data_type() => Ok(Arc::clone(array)),
-            Some(array) => cast(array, field.data_type()),
+            Some(array) => cast(array, field.data_type()).map_err(|error| match error {
+                ArrowError::OffsetOverflowError(bytes) => ArrowError::InvalidArgumentError(format!(
+                    "column {:?} takes {bytes} bytes or more in one row group, too many for {}; write smaller row groups, \
+                     or write the column as large_string or large_binary",
+                    field.name(),
+                    field.data_type()
+                )),
+                error => error,
+            }),
         })
         .collect::<Result<Vec<ArrayRef>, ArrowError>>()?;
     let options = RecordBatchOptions::new().with_row_count(Some(rows));

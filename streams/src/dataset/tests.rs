@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use arrow::array::{Array, ArrayRef, Int64Array, ListArray, StringArray};
+use arrow::array::{Array, ArrayRef, DictionaryArray, Int32Array, Int64Array, ListArray, StringArray};
 use arrow::datatypes::{DataType, Field, Int32Type};
 
 use super::*;
@@ -148,6 +148,19 @@ fn columns_are_converted_to_the_common_schema() {
     assert_eq!(batch.schema(), target);
     assert_eq!(batch.column(0).null_count(), 2);
     assert_eq!(batch.column(2).len(), 2);
+}
+
+#[test]
+fn a_dictionary_whose_values_exceed_their_type_names_its_column() {
+    let keys = Int32Array::from(vec![0; 2048]);
+    let values = Arc::new(StringArray::from(vec!["x".repeat(1 << 20)]));
+    let coded = DictionaryArray::<Int32Type>::try_new(keys, values).unwrap();
+    let target = Arc::new(schema(&[("x", DataType::Utf8, true)]));
+    let columns: HashMap<String, ArrayRef> = HashMap::from([("x".to_string(), Arc::new(coded) as ArrayRef)]);
+    let error = conform(&columns, 2048, &target).unwrap_err().to_string();
+    for part in ["column \"x\"", "smaller row groups", "large_string"] {
+        assert!(error.contains(part), "{error}");
+    }
 }
 
 #[test]
