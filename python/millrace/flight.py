@@ -411,8 +411,12 @@ def _array(name: str, column: Any) -> Any:
     import numpy
 
     kind = column.type
-    if isinstance(kind, pyarrow.FixedShapeTensorType):
-        return column.to_numpy_ndarray()
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        values = _array(name, column.storage)
+        # Tensors whose axes are stored in another order stay flat, as in a feed of this machine.
+        if isinstance(kind, pyarrow.FixedShapeTensorType) and kind.permutation in (None, list(range(len(kind.shape)))):
+            return values.reshape(len(column), *kind.shape)
+        return values
     if pyarrow.types.is_dictionary(kind):
         column, kind = column.dictionary_decode(), kind.value_type
     if pyarrow.types.is_fixed_size_list(kind):

@@ -165,7 +165,7 @@ impl Form {
     fn of_field(field: &Field) -> Option<Form> {
         match (Form::of(field.data_type())?, shape_of(field)) {
             (Form::Numbers(element, flat), Some(shape))
-                if flat.iter().product::<usize>() == shape.iter().product::<usize>() =>
+                if count_of(&shape).is_some_and(|count| count_of(&flat) == Some(count)) =>
             {
                 Some(Form::Numbers(element, shape))
             }
@@ -353,15 +353,24 @@ impl Columns {
     }
 }
 
-/// The shape of the tensors in a column of the extension type `arrow.fixed_shape_tensor`.
+/// How many values an array of a shape has; `None` beyond the address space. Files may name any shape.
+fn count_of(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |count, extent| count.checked_mul(*extent))
+}
+
+/// The shape of the tensors in a column of the extension type `arrow.fixed_shape_tensor`. None for tensors whose axes are
+/// stored in another order: they stay flat.
 fn shape_of(field: &Field) -> Option<Vec<usize>> {
     #[derive(Deserialize)]
     struct Metadata {
         shape: Vec<usize>,
+        permutation: Option<Vec<usize>>,
     }
     field.metadata().get("ARROW:extension:name").filter(|name| *name == "arrow.fixed_shape_tensor")?;
     let metadata = field.metadata().get("ARROW:extension:metadata")?;
-    serde_json::from_str::<Metadata>(metadata).ok().map(|metadata| metadata.shape)
+    let Metadata { shape, permutation } = serde_json::from_str(metadata).ok()?;
+    let is_in_order = permutation.is_none_or(|axes| axes.iter().copied().eq(0..shape.len()));
+    is_in_order.then_some(shape)
 }
 
 /// Takes the memory of numbers.

@@ -17,7 +17,7 @@ import pyarrow
 from pyarrow import flight
 
 import millrace
-from millrace.flight import FlightFeed
+from millrace.flight import FlightFeed, _array
 from support import DATASET, DEADLINE_S, PROGRAM, ROWS, TENSORS, HomeCase, ids_of, run, together
 
 
@@ -54,6 +54,18 @@ class FlightCase(HomeCase):
         feed = FlightFeed(locations, DATASET, **{"columns": ["id"], "patience_s": 20, **arguments})
         self.addCleanup(feed.close)
         return feed
+
+
+class ArrayTest(unittest.TestCase):
+    def test_stored_tensors_are_those_of_a_feed_of_this_machine(self) -> None:
+        tensors = numpy.arange(24, dtype=numpy.float32).reshape(4, 2, 3)
+        stored = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(tensors)
+        numpy.testing.assert_array_equal(_array("x", stored), tensors)
+        turned = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(tensors.transpose(0, 2, 1))
+        self.assertEqual(_array("x", turned).shape, (4, 6))
+        rows = pyarrow.array([[0.0] * 6, None], stored.type.storage_type)
+        with self.assertRaisesRegex(millrace.ConflictError, "'x' has a null in row 1"):
+            _array("x", pyarrow.ExtensionArray.from_storage(stored.type, rows))
 
 
 class ClientTest(FlightCase):

@@ -49,6 +49,28 @@ class NumpyTest(HomeCase):
             for _ in self.feed(columns=["score"]):
                 pass
 
+    def test_stored_tensors_have_their_shape(self) -> None:
+        volume = millrace.Volume("digits", home=self.home)
+        tensors = numpy.arange(24, dtype=numpy.float32).reshape(4, 2, 3)
+        of_shape = pyarrow.FixedShapeTensorArray.from_numpy_ndarray
+        columns = {"id": pyarrow.array(range(4)), "x": of_shape(tensors), "turned": of_shape(tensors.transpose(0, 2, 1))}
+        table = pyarrow.table(columns)
+        with volume.open("/tensors/0.parquet", "wb") as out:
+            pyarrow.parquet.write_table(table, out)
+        batch = next(millrace.Feed("digits:/tensors", home=self.home, batch_rows=4))
+        numpy.testing.assert_array_equal(batch["x"], tensors[batch["id"]])
+        # The axes of these are stored in another order, which stays as it is.
+        self.assertEqual(batch["turned"].shape, (4, 6))
+        read = next(millrace.Feed("digits:/tensors", home=self.home, batch_rows=4, format="arrow"))
+        self.assertEqual(read.schema.field("x").type, table.schema.field("x").type)
+
+        # Another shape in another file: both are flat.
+        with volume.open("/tensors/1.parquet", "wb") as out:
+            other = pyarrow.table({"id": pyarrow.array(range(4, 8)), "x": of_shape(tensors.reshape(4, 3, 2))})
+            pyarrow.parquet.write_table(other, out)
+        batch = next(millrace.Feed("digits:/tensors", home=self.home, batch_rows=4, columns=["x"]))
+        self.assertEqual(batch["x"].shape, (4, 6))
+
     def test_a_column_without_a_form_is_refused_when_the_feed_opens(self) -> None:
         volume = millrace.Volume("digits", home=self.home)
         with volume.open("/nested/0.arrow", "wb") as out:

@@ -1,7 +1,13 @@
 //! A look at a dataset before a training: its plan, first rows, columns, parts and speed.
 
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::sync::Arc;
 
+use arrow::array::{ArrayRef, ListArray, RecordBatch, TimestampMicrosecondArray};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::Field;
+use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
 use crate::support::Home;
@@ -159,4 +165,30 @@ fn selections_that_cannot_work_say_why() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(text.contains(says), "{text}");
     }
+}
+
+#[test]
+fn rows_with_times_of_named_zones_are_shown_as_a_table_in_utc() {
+    let home = dataset();
+    // A landed topic has a column of times in UTC.
+    let landed = home.ok(["feed", "head", "v@s:/rows", "--rows", "3"]);
+    assert_eq!(landed.lines().count(), 4, "{landed}");
+
+    let at = |zone: &str| -> ArrayRef {
+        Arc::new(TimestampMicrosecondArray::from(vec![1_710_050_400_000_000]).with_timezone(zone.to_owned()))
+    };
+    let berlin = at("Europe/Berlin");
+    let item = Arc::new(Field::new_list_field(berlin.data_type().clone(), true));
+    let list = ListArray::new(item, OffsetBuffer::from_lengths([1]), Arc::clone(&berlin), None);
+    let columns: Vec<(&str, ArrayRef)> =
+        vec![("utc", at("UTC")), ("berlin", berlin), ("list", Arc::new(list))];
+    let batch = RecordBatch::try_from_iter(columns).unwrap();
+    let path = home.dir.path().join("times.parquet");
+    let mut writer = ArrowWriter::try_new(File::create(&path).unwrap(), batch.schema(), None).unwrap();
+    writer.write(&batch).unwrap();
+    writer.close().unwrap();
+    home.ok(["cp", path.to_str().unwrap(), "v:/times.parquet"]);
+    home.ok(["snapshot", "create", "v@times"]);
+    let table = home.ok(["feed", "head", "v@times:/times.parquet"]);
+    assert_eq!(table.matches("2024-03-10T06:00:00Z").count(), 3, "{table}");
 }

@@ -32,6 +32,7 @@ pub(super) async fn run(context: &Context, args: FeedHeadArgs) -> Result<()> {
             }
             continue;
         }
+        let batch = json_rows::displayable(&batch)?;
         let columns = batch.columns().iter().map(|column| ArrayFormatter::try_new(column, &format));
         let columns = columns.collect::<Result<Vec<_>, _>>()?;
         for row in 0..batch.num_rows() {

@@ -80,18 +80,18 @@ impl<'de> Deserialize<'de> for Dataset {
     }
 }
 
-/// Version of the rules that unite the schemas of files. A description by other rules is made again.
-const RULES: &str = "2";
+/// Version of the rules by which files have one schema: descriptions of earlier programs lack columns and metadata.
+const SCHEMA_RULES: &str = "2";
 
 /// One entry per path: a newer state of the same path replaces the older one.
 fn key(path: &str) -> String {
-    format!("feed/dataset/{}", digest(&[RULES, path]))
+    format!("feed/dataset/{}", digest(&[path, SCHEMA_RULES]))
 }
 
 fn digest(texts: &[&str]) -> String {
     let mut hash = Sha256::new();
     for (at, text) in texts.iter().enumerate() {
-        // The key of a path alone is that of earlier releases.
+        // Between texts only, as in keys of earlier releases.
         if at > 0 {
             hash.update([0]);
         }

@@ -1,7 +1,9 @@
 //! One schema for many files: columns are matched by name, files may lack some of them (additive evolution).
-//! A column whose type differs between files cannot be read; the others can.
+//! A column whose type differs between files cannot be read; the others can. A column of nulls fits each type, and texts
+//! and bytes with offsets of 32 bits fit those with 64.
 //!
-//! Dictionaries and runs are encodings of a column, not types: the schema has the type of the values.
+//! Dictionaries and runs are encodings of a column, not types: the schema has the type of the values. Of the metadata of
+//! columns, it keeps the name of Arrow's extension type, such as a tensor's with its shape, where all files agree.
 
 use std::collections::{HashMap, HashSet};
 use std::panic::catch_unwind;
@@ -53,16 +55,63 @@ impl Conflict {
     }
 }
 
+/// Prefix of the keys of metadata that name an extension type.
+const EXTENSION_KEYS: &str = "ARROW:extension:";
+
+/// A column of the files seen so far.
+struct Column<'a> {
+    field: Field,
+    /// The first file with the column's type.
+    file: &'a str,
+    seen: usize,
+    /// The extension type of all files; `None` while all of them have nulls only.
+    extension: Option<HashMap<String, String>>,
+}
+
+impl<'a> Column<'a> {
+    /// The column as its first file has it, with the type of its values.
+    fn new(field: &Field, kind: DataType, file: &'a str) -> Self {
+        let extension = extension(field, &kind);
+        let field = Field::new(field.name(), kind, field.is_nullable());
+        Self { field, file, seen: 1, extension }
+    }
+
+    /// Adds the column of another file, whose values have the type `kind`. False if the types do not fit each other.
+    fn add(&mut self, field: &Field, kind: &DataType, file: &'a str) -> bool {
+        let known = self.field.data_type();
+        let Some(common) = unite(known, kind) else { return false };
+        let is_null_beside_values = is_null(known) != is_null(kind);
+        let is_widened = !is_null_beside_values && !known.equals_datatype(kind);
+        self.extension = match (self.extension.take(), extension(field, kind)) {
+            // An extension type has one type of storage.
+            (Some(_), Some(_)) if is_widened => Some(HashMap::new()),
+            (Some(one), Some(other)) if one != other => Some(HashMap::new()),
+            (one, other) => one.or(other),
+        };
+        self.seen += 1;
+        if !known.equals_datatype(&common) {
+            self.file = file;
+        }
+        if field.is_nullable() || is_null_beside_values {
+            self.field.set_nullable(true);
+        }
+        self.field.set_data_type(common);
+        true
+    }
+
+    /// The field of a dataset of `files` files.
+    fn finish(self, files: usize) -> Field {
+        let field = self.field.with_metadata(self.extension.unwrap_or_default());
+        if self.seen < files { field.with_nullable(true) } else { field }
+    }
+}
+
 /// The union of the files' columns in order of first appearance, and the columns left out because their types
 /// differ between files or a file has them twice.
 ///
 /// Nullability, names of list items, the order of struct fields, encodings and key-value metadata may differ between files.
+/// Of these, only the order of struct fields follows the first file.
 pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (Schema, Vec<Conflict>) {
-    struct Column<'a> {
-        field: Field,
-        file: &'a str,
-        seen: usize,
-    }
     let mut columns: Vec<Column<'_>> = Vec::new();
     let mut by_name: HashMap<String, usize> = HashMap::new();
     let mut conflicts: Vec<Conflict> = Vec::new();
@@ -82,30 +131,35 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (
             match by_name.get(name) {
                 None => {
                     by_name.insert(name.clone(), columns.len());
-                    let field = Field::new(name, kind, field.is_nullable());
-                    columns.push(Column { field, file, seen: 1 });
+                    columns.push(Column::new(field, kind, file));
                 }
                 Some(&i) => {
                     let column = &mut columns[i];
-                    let Some(united) = unite(column.field.data_type(), &kind) else {
-                        if refused.insert(name.clone()) {
-                            let first = (column.file.to_string(), Some(column.field.data_type().to_string()));
-                            conflicts.push(conflict(first, Some((file.to_string(), kind.to_string()))));
-                        }
-                        continue;
-                    };
-                    column.field.set_data_type(united);
-                    column.seen += 1;
-                    if field.is_nullable() {
-                        column.field.set_nullable(true);
+                    if !column.add(field, &kind, file) && refused.insert(name.clone()) {
+                        let first = (column.file.to_string(), Some(column.field.data_type().to_string()));
+                        conflicts.push(conflict(first, Some((file.to_string(), kind.to_string()))));
                     }
                 }
             }
         }
     }
     let readable = columns.into_iter().filter(|c| !refused.contains(c.field.name()));
-    let fields = readable.map(|c| if c.seen < total { c.field.with_nullable(true) } else { c.field });
-    (Schema::new(fields.collect::<Vec<_>>()), conflicts)
+    (Schema::new(readable.map(|c| c.finish(total)).collect::<Vec<_>>()), conflicts)
+}
+
+fn is_null(kind: &DataType) -> bool {
+    *kind == DataType::Null
+}
+
+/// The metadata that names the extension type of a column, whose values have the type `kind`. Empty without one, and for
+/// encoded values, whose storage another type takes; `None` for nulls.
+fn extension(field: &Field, kind: &DataType) -> Option<HashMap<String, String>> {
+    if is_null(kind) {
+        return None;
+    }
+    let entries = field.metadata().iter().filter(|(key, _)| key.starts_with(EXTENSION_KEYS));
+    let is_stored_so = field.data_type().equals_datatype(kind);
+    Some(entries.filter(|_| is_stored_so).map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
 /// The type of the values, without dictionary and run encodings.
@@ -125,7 +179,7 @@ fn plain(kind: &DataType) -> DataType {
     }
 }
 
-/// Converts a decoded batch of one file to `schema`: order of columns, missing ones as nulls, inner field
+/// Converts a decoded batch of one file to `schema`: order of columns, missing ones as nulls, wider types, inner field
 /// names. No copy where nothing differs.
 pub(crate) fn conform(
     columns: &HashMap<String, ArrayRef>,
@@ -147,16 +201,20 @@ pub(crate) fn conform(
 
 /// Converts a column to the type of its field, in which [`unify`] has united those of the files.
 fn convert(array: &ArrayRef, field: &Field) -> Result<ArrayRef, ArrowError> {
+    let (name, kind) = (field.name(), field.data_type());
     // Arrow casts structs of any field names, by position. A plan of an earlier program may ask for that.
-    if unite(field.data_type(), &plain(array.data_type())).as_ref() != Some(field.data_type()) {
-        return Err(ArrowError::SchemaError(format!(
-            "column {:?} is {}, which is not {}",
-            field.name(),
-            array.data_type(),
-            field.data_type()
-        )));
+    let united = unite(kind, &plain(array.data_type()));
+    if !united.is_some_and(|united| united.equals_datatype(kind)) {
+        let found = array.data_type();
+        return Err(ArrowError::SchemaError(format!("column {name:?} is {found}, which is not {kind}")));
     }
-    cast(array, field.data_type())
+    cast(array, kind).map_err(|error| match error {
+        ArrowError::OffsetOverflowError(bytes) => ArrowError::InvalidArgumentError(format!(
+            "column {name:?} takes {bytes} bytes or more in one row group, too many for {kind}; write smaller row groups, or \
+             write the column as large_string or large_binary"
+        )),
+        error => error,
+    })
 }
 
 /// The schema as hexadecimal Arrow IPC, for plans and caches.

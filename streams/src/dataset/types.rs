@@ -6,15 +6,23 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use arrow::datatypes::{DataType, Field, FieldRef, Fields};
+use arrow::datatypes::{DataType, FieldRef, Fields};
 
 /// The type that holds the values of both, without dictionary and run encodings; `None` where these are of different types.
 ///
-/// The names of list items and of the entries of maps may differ, and nullability inside of lists, structs and maps. Structs
-/// have the same set of field names, in any order: the result has that of `first`.
+/// Nulls fit any type, and texts and bytes with offsets of 32 bits those with 64. The names of list items and of the entries
+/// of maps may differ, and nullability inside of lists, structs and maps. Structs have the same set of field names, in any
+/// order: the result has that of `first`.
 pub(crate) fn unite(first: &DataType, other: &DataType) -> Option<DataType> {
     use DataType::{FixedSizeList, LargeList, List, Map, Struct};
     match (first, other) {
+        (DataType::Null, values) | (values, DataType::Null) => Some(values.clone()),
+        (DataType::Utf8, DataType::LargeUtf8) | (DataType::LargeUtf8, DataType::Utf8) => {
+            Some(DataType::LargeUtf8)
+        }
+        (DataType::Binary, DataType::LargeBinary) | (DataType::LargeBinary, DataType::Binary) => {
+            Some(DataType::LargeBinary)
+        }
         (List(first), List(other)) => Some(List(unite_fields(first, other)?)),
         (LargeList(first), LargeList(other)) => Some(LargeList(unite_fields(first, other)?)),
         (FixedSizeList(first, size), FixedSizeList(other, same)) if size == same => {
@@ -28,11 +36,14 @@ pub(crate) fn unite(first: &DataType, other: &DataType) -> Option<DataType> {
     }
 }
 
-/// A field with the values of both, and the name of `first`.
+/// A field with the values of both, the name of `first`, and the metadata that both have.
 fn unite_fields(first: &FieldRef, other: &FieldRef) -> Option<FieldRef> {
     let kind = unite(first.data_type(), other.data_type())?;
-    let nullable = first.is_nullable() || other.is_nullable();
-    Some(Arc::new(Field::new(first.name(), kind, nullable)))
+    let holds_nulls =
+        [first, other].iter().any(|field| field.is_nullable() || *field.data_type() == DataType::Null);
+    let mut field = first.as_ref().clone().with_data_type(kind).with_nullable(holds_nulls);
+    field.metadata_mut().retain(|key, value| other.metadata().get(key) == Some(value));
+    Some(Arc::new(field))
 }
 
 fn unite_structs(first: &Fields, other: &Fields) -> Option<Fields> {
@@ -65,8 +76,8 @@ fn unite_entries(first: &FieldRef, other: &FieldRef) -> Option<FieldRef> {
         return None;
     }
     let united: Option<Fields> = fields.iter().zip(others).map(|(one, two)| unite_fields(one, two)).collect();
-    let nullable = first.is_nullable() || other.is_nullable();
-    Some(Arc::new(Field::new(first.name(), DataType::Struct(united?), nullable)))
+    let kind = DataType::Struct(united?);
+    Some(Arc::new(first.as_ref().clone().with_data_type(kind)))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Gathering of a batch's rows from decoded row groups, a column at a time.
 
+mod size;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -15,13 +17,17 @@ use crate::feed::footer::panic_text;
 const INLINE_BYTES_MAX: u64 = 4 << 20;
 
 /// The rows `(source, row)` of `sources`, in that order: the columns at `positions`, whose schema is `schema`. Cost: one
-/// kernel per column, no work per row beyond the copy.
+/// kernel per column, no work per row beyond the copy and the sum of lengths.
+///
+/// # Errors
+/// Names the column whose values are too large for one batch; others are those of Arrow's kernels.
 pub(crate) fn gather(
     schema: &SchemaRef,
     positions: &[usize],
     sources: &[Arc<RecordBatch>],
     rows: &[(usize, usize)],
 ) -> Result<RecordBatch, ArrowError> {
+    size::check(schema, positions, sources, rows)?;
     let columns = positions.iter();
     let arrays: Vec<ArrayRef> = match sources {
         [] => return Ok(RecordBatch::new_empty(Arc::clone(schema))),

@@ -28,6 +28,8 @@ use decoded::{Message, decoded_bytes};
 /// Bytes of the footer's length and the closing magic.
 const TRAILER_BYTES: u64 = 10;
 const MAGIC: &[u8] = b"ARROW1";
+/// First bytes of an Arrow IPC stream, which has messages and no footer.
+const CONTINUATION: [u8; 4] = [0xff; 4];
 /// Largest accepted metadata of one message, in bytes.
 const METADATA_BYTES_MAX: u64 = 64 << 20;
 
@@ -61,6 +63,10 @@ impl IpcFile {
         let end = file.bytes - TRAILER_BYTES;
         let trailer = fetch(file, path, end..file.bytes).await?;
         if trailer.get(4..) != Some(MAGIC) {
+            let first = fetch(file, path, 0..CONTINUATION.len() as u64).await?;
+            if *first == CONTINUATION {
+                return Err(stream_for_file(path));
+            }
             return Err(bad("no closing magic; the file was not finished"));
         }
         let length = trailer
@@ -157,6 +163,17 @@ pub(crate) fn decode_block(
     }
     let batch = decoder.read_record_batch(&ipc.blocks[index], bytes).map_err(corrupt)?;
     Ok(batch.as_ref().map(columns_of).unwrap_or_default())
+}
+
+/// The error for a stream under the name of a file: without a footer, no record batch can be read alone.
+fn stream_for_file(path: &str) -> FeedError {
+    FeedError::Row {
+        file: path.to_string(),
+        place: "its first bytes".to_string(),
+        reason: "this is an Arrow IPC stream, which save_to_disk of Hugging Face writes, and no Arrow IPC file; read it \
+                 with pyarrow.ipc.open_stream, and write it with pyarrow.ipc.new_file or as Parquet"
+            .to_string(),
+    }
 }
 
 fn oversized(path: &str, what: &str, bytes: u64, limit: u64) -> FeedError {

@@ -3,6 +3,7 @@
 //! The selection is made once, with the plan: the columns that it needs are read, and one bit a row is kept. The
 //! order then counts the selected rows alone, so each of them comes once per epoch for any number of readers.
 
+mod decimal;
 mod filter;
 mod parse;
 mod rows;

@@ -216,7 +216,7 @@ fn joined(a: Option<(u64, u64)>, b: Option<(u64, u64)>) -> Option<(u64, u64)> {
 impl Accumulator {
     fn add(&mut self, value: Value<'_>) {
         match value {
-            Value::Null | Value::Other => return,
+            Value::Null | Value::Other | Value::Above(_) => return,
             Value::Float(number) if number.is_nan() => {
                 self.nans += 1;
                 return;
@@ -261,7 +261,7 @@ fn hash(value: Value<'_>) -> Option<u64> {
         Value::Integer(number) | Value::Time(number) => number.hash(&mut hasher),
         Value::Text(text) => text.hash(&mut hasher),
         Value::Bytes(bytes) => bytes.hash(&mut hasher),
-        Value::Float(_) | Value::Null | Value::Other => return None,
+        Value::Float(_) | Value::Above(_) | Value::Null | Value::Other => return None,
     }
     Some(hasher.finish())
 }
@@ -279,7 +279,7 @@ impl Known {
             }
             Value::Bytes(bytes) => Known::Bytes(bytes.get(..TEXT_BYTES_MAX).unwrap_or(bytes).to_vec()),
             Value::Time(nanoseconds) => Known::Time(nanoseconds),
-            Value::Null | Value::Other => Known::Flag(false),
+            Value::Null | Value::Other | Value::Above(_) => Known::Flag(false),
         }
     }
 

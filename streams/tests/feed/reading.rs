@@ -6,12 +6,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, DictionaryArray, Int64Array, ListArray, RecordBatch, StringArray, StructArray,
+    Array, ArrayRef, AsArray, BinaryArray, DictionaryArray, Int64Array, LargeBinaryArray, LargeStringArray,
+    ListArray, NullArray, RecordBatch, StringArray, StructArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Int32Type, Schema};
 use arrow::ipc::CompressionType;
-use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
+use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use futures::StreamExt;
 use futures::future::join_all;
 use millrace_leaf::error_chain::one_line;
@@ -233,6 +234,73 @@ async fn fields_of_structs_are_matched_by_name_or_conflict() {
 }
 
 #[tokio::test]
+async fn columns_of_nulls_and_of_other_offsets_are_read_as_one() {
+    let id = |first: i64| Arc::new(Int64Array::from_iter_values(first..first + 8)) as ArrayRef;
+    let texts = vec!["a", "b", "a", "c", "a", "b", "a", "c"];
+    let bytes: Vec<&[u8]> = texts.iter().map(|text| text.as_bytes()).collect();
+    let coded = texts.iter().copied().collect::<DictionaryArray<Int32Type>>();
+    let short = Arc::new(StringArray::from(texts.clone())) as ArrayRef;
+    let batch = |first: i64, note: ArrayRef, name: ArrayRef, raw: ArrayRef| {
+        let columns = [("id", id(first)), ("note", note), ("name", name), ("raw", raw)];
+        RecordBatch::try_from_iter_with_nullable(columns.map(|(name, column)| (name, column, true))).unwrap()
+    };
+    let nulls =
+        batch(0, Arc::new(NullArray::new(8)), short.clone(), Arc::new(BinaryArray::from(bytes.clone())));
+    let large = Arc::new(LargeStringArray::from(texts.clone()));
+    let large = batch(8, short.clone(), large, Arc::new(LargeBinaryArray::from(bytes.clone())));
+    let coded = batch(16, short, Arc::new(coded), Arc::new(BinaryArray::from(bytes)));
+    let store = store_of(vec![
+        ("t/0.parquet", parquet(&[nulls])),
+        ("t/1.arrow", ipc(&[large])),
+        ("t/2.parquet", parquet(&[coded])),
+    ])
+    .await;
+    let mut seen = 0;
+    for batch in read_epoch(&store, "t").await.unwrap() {
+        let ids = batch["id"].as_primitive::<arrow::datatypes::Int64Type>();
+        let (note, name, raw) = (
+            batch["note"].as_string::<i32>(),
+            batch["name"].as_string::<i64>(),
+            batch["raw"].as_binary::<i64>(),
+        );
+        for row in 0..batch.num_rows() {
+            let expected = texts[ids.value(row) as usize % 8];
+            assert_eq!(note.is_null(row), ids.value(row) < 8);
+            assert!(note.is_null(row) || note.value(row) == expected);
+            assert_eq!((name.value(row), raw.value(row)), (expected, expected.as_bytes()));
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 24);
+}
+
+#[tokio::test]
+async fn tensors_of_files_keep_their_extension_type_in_plans_and_batches() {
+    let metadata = [
+        ("ARROW:extension:name", "arrow.fixed_shape_tensor"),
+        ("ARROW:extension:metadata", "{\"shape\":[2,2]}"),
+    ];
+    let metadata = HashMap::from(metadata.map(|(key, value)| (key.to_owned(), value.to_owned())));
+    let batch = rows(0, 16);
+    let fields = batch.schema_ref().fields().iter().map(|field| match field.name().as_str() {
+        "pixels" => field.as_ref().clone().with_metadata(metadata.clone()),
+        _ => field.as_ref().clone(),
+    });
+    let schema = Arc::new(Schema::new(fields.collect::<Vec<_>>()));
+    let batch = RecordBatch::try_new(schema, batch.columns().to_vec()).unwrap();
+    let (first, second) = (batch.slice(0, 8), batch.slice(8, 8));
+    let store = store_of(vec![("t/0.parquet", parquet(&[first])), ("t/1.arrow", ipc(&[second]))]).await;
+    let plan = Plan::build(&store, "t", &options()).await.unwrap();
+    let plan: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+    let columns = Some(vec!["pixels".to_owned()]);
+    let options = FeedOptions { columns, ..FeedOptions::default() };
+    let feed = Feed::open(plan, Arc::clone(&store), &options).unwrap();
+    let read = feed.batch(0, 0..8).await.unwrap().batch;
+    assert_eq!(read.schema().field(0).metadata(), &metadata);
+    assert_eq!(feed.schema().field(0).metadata(), &metadata);
+}
+
+#[tokio::test]
 async fn type_conflict_in_an_unread_column_is_ignored() {
     let id = || Arc::new(Int64Array::from(vec![1, 2, 3, 4])) as ArrayRef;
     let number = || ("odd", id());
@@ -278,6 +346,23 @@ pub(crate) fn ipc_with(batch: &RecordBatch, codec: CompressionType) -> Vec<u8> {
     let mut writer = FileWriter::try_new_with_options(Vec::new(), &batch.schema(), options).unwrap();
     writer.write(batch).unwrap();
     writer.into_inner().unwrap()
+}
+
+#[tokio::test]
+async fn an_arrow_stream_is_not_called_damaged() {
+    let batch = rows(0, 8);
+    let mut writer = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    writer.write(&batch).unwrap();
+    let stream = writer.into_inner().unwrap();
+    let cut = ipc(std::slice::from_ref(&batch));
+    let store = store_of(vec![("t/0.arrow", stream), ("u/0.arrow", cut[..cut.len() - 9].to_vec())]).await;
+    let error = one_line(&read_epoch(&store, "t").await.unwrap_err());
+    for part in ["t/0.arrow", "Arrow IPC stream", "pyarrow.ipc.new_file", "Parquet"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert!(!error.contains("corrupt"), "{error}");
+    let error = read_epoch(&store, "u").await.unwrap_err();
+    assert!(matches!(error, FeedError::Corrupt { .. }), "{error:?}");
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Tests of united types.
 
-use arrow::datatypes::TimeUnit;
+use arrow::datatypes::{Field, TimeUnit};
 
 use super::*;
 
@@ -76,4 +76,28 @@ fn other_types_are_different() {
         assert_eq!(unite(&first, &other), None);
         assert_eq!(unite(&first, &first), Some(first));
     }
+}
+
+#[test]
+fn nulls_and_smaller_offsets_fit() {
+    let (text, large) = (DataType::Utf8, DataType::LargeUtf8);
+    for (first, other, united) in [
+        (DataType::Null, DataType::Int8, DataType::Int8),
+        (text.clone(), large.clone(), large.clone()),
+        (DataType::Binary, DataType::LargeBinary, DataType::LargeBinary),
+        (
+            list("item", text.clone(), false),
+            list("item", large.clone(), false),
+            list("item", large.clone(), false),
+        ),
+        (
+            list("item", DataType::Null, true),
+            list("item", text.clone(), false),
+            list("item", text.clone(), true),
+        ),
+    ] {
+        assert_eq!(unite(&first, &other).as_ref(), Some(&united));
+        assert_eq!(unite(&other, &first), Some(united));
+    }
+    assert_eq!(unite(&text, &DataType::Binary), None);
 }

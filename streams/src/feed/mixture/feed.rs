@@ -288,6 +288,10 @@ fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<Schema
             };
             field.set_nullable(field.is_nullable() || other.is_nullable());
             field.set_data_type(united);
+            // Schemas of datasets have no metadata but the extension type, such as the shape of tensors.
+            if field.metadata() != other.metadata() {
+                field.metadata_mut().clear();
+            }
         }
         if let Some(more) = schema.fields().iter().find(|field| !known.contains(field.name())) {
             return Err(differs(more.name(), None, Some(more)));

@@ -8,6 +8,7 @@ use arrow::compute::cast;
 use arrow::compute::kernels::cast_utils::string_to_timestamp_nanos;
 use arrow::datatypes::{DataType, SchemaRef, TimeUnit, TimestampMicrosecondType};
 
+use super::decimal::Decimal;
 use super::parse::parse;
 use super::value::{Kind, Value};
 use crate::feed::error::{FeedError, Result};
@@ -55,6 +56,10 @@ pub(super) enum Literal {
     Flag(bool),
     Integer(i128),
     Float(f64),
+    /// A number that no float holds exactly enough.
+    Decimal(Decimal),
+    /// A number between this integer and the next one, next to a column of integers.
+    Above(i128),
     Text(String),
     /// A text that stands next to a column of times.
     Time(i128),
@@ -168,6 +173,13 @@ impl Typed {
                 Some(rounded) => Literal::Float(rounded),
                 None => return Ok(()),
             },
+            (Some(Kind::Integer), Literal::Decimal(number)) => match number.is_whole() {
+                true => Literal::Integer(number.floor()),
+                false => Literal::Above(number.floor()),
+            },
+            (Some(Kind::Float), Literal::Decimal(number)) => {
+                Literal::Float(self.rounded(number.float()).unwrap_or(number.float()))
+            }
             (Some(Kind::Time), Literal::Text(text)) => {
                 Literal::Time(time(text).ok_or_else(|| self.refuse(&*literal, hint))?)
             }
@@ -317,6 +329,8 @@ impl Literal {
             Literal::Flag(flag) => Value::Flag(*flag),
             Literal::Integer(number) => Value::Integer(*number),
             Literal::Float(number) => Value::Float(*number),
+            Literal::Decimal(number) => Value::Float(number.float()),
+            Literal::Above(number) => Value::Above(*number),
             Literal::Text(text) => Value::Text(text),
             Literal::Time(nanoseconds) => Value::Time(*nanoseconds),
         }
@@ -342,6 +356,8 @@ impl fmt::Display for Literal {
             Literal::Flag(flag) => write!(f, "{flag}"),
             Literal::Integer(number) | Literal::Time(number) => write!(f, "{number}"),
             Literal::Float(number) => write!(f, "{number:?}"),
+            Literal::Decimal(number) => f.write_str(number.text()),
+            Literal::Above(number) => write!(f, "a number above {number}"),
             Literal::Text(text) => write!(f, "'{}'", text.replace('\'', "''")),
         }
     }

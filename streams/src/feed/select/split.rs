@@ -151,8 +151,8 @@ pub(super) fn hash_of_key<'a>(values: impl Iterator<Item = Value<'a>>) -> u64 {
     let mut hash = Sha256::new_with_prefix(DOMAIN);
     for value in values {
         match value {
-            // Types without a kind are refused as keys.
-            Value::Null | Value::Other => hash.update([0]),
+            // Types without a kind are refused as keys, and no column has a number above an integer.
+            Value::Null | Value::Other | Value::Above(_) => hash.update([0]),
             Value::Integer(number) => {
                 hash.update([1]);
                 hash.update(number.to_le_bytes());

@@ -267,6 +267,49 @@ fn numbers_beside_narrow_floats_are_rounded_unless_they_are_beyond_them() {
 }
 
 #[test]
+fn literals_that_floats_round_compare_exactly_with_integers() {
+    let whole = |filter: &str, value: i128| selects(DataType::Int64, filter, Value::Integer(value));
+    let (below, odd, above) = (9_007_199_254_740_992, 9_007_199_254_740_993, 9_007_199_254_740_994);
+    assert!(whole("x = 9007199254740993.0", odd) && !whole("x = 9007199254740993.0", below));
+    assert!(whole("x <= 9007199254740993e0", odd) && !whole("x <= 9007199254740993e0", above));
+    assert!(whole("x < 9007199254740992.5", below) && !whole("x < 9007199254740992.5", odd));
+    assert!(whole("9007199254740992.5 > x", below) && !whole("9007199254740992.5 > x", odd));
+    assert!(whole("x > 9007199254740993.5", above) && !whole("x > 9007199254740993.5", odd));
+    assert!(whole("x != 9007199254740992.5", below) && !whole("x in (9007199254740992.5)", below));
+    assert!(whole("x in (1, 9007199254740993.0)", odd));
+    assert!(whole("x > -9007199254740992.5", -below) && !whole("x > -9007199254740992.5", -odd));
+    assert!(whole("x < 1e-400", 0) && !whole("x > -1e-400", -1));
+    assert!(whole("x > 0.99999999999999999999", 1));
+    assert!(whole("x > -9223372036854775808.5", i64::MIN.into()));
+    let unsigned = |filter: &str| selects(DataType::UInt64, filter, Value::Integer(u64::MAX.into()));
+    assert!(unsigned("x = 18446744073709551615.0") && unsigned("x < 18446744073709551615.5"));
+    // Columns of floats keep the nearest float.
+    let float = |filter: &str| selects(DataType::Float64, filter, Value::Float(9_007_199_254_740_992.0));
+    assert!(float("x = 9007199254740993.0") && float("x = 9007199254740992.5"));
+    assert!(selects(DataType::Float32, "x = 9007199254740993.0", Value::Float(9_007_199_254_740_992.0)));
+}
+
+#[test]
+fn canonical_texts_keep_what_a_float_would_round_and_nothing_else() {
+    let canonical = |literal: &str| format!("x = {literal}").parse::<Filter>().unwrap().to_string();
+    for (literal, kept) in [
+        ("+9007199254740993.0", "9007199254740993.0"),
+        ("9007199254740992.50", "9007199254740992.50"),
+        ("1e-400", "1e-400"),
+        // Exact, rounded between the same integers, or beyond all integers.
+        ("9007199254740992.0", "9007199254740992.0"),
+        ("0.1", "0.1"),
+        ("1.00", "1.0"),
+        ("18446744073709551616.5", "1.8446744073709552e19"),
+        ("123456789012345678901234.5", "1.2345678901234568e23"),
+    ] {
+        let text = canonical(literal);
+        assert_eq!(text, format!("\"x\" = {kept}"), "{literal}");
+        assert_eq!(text.parse::<Filter>().unwrap().to_string(), text);
+    }
+}
+
+#[test]
 fn times_of_all_years_compare() {
     let day =
         |filter: &str, days: i128| selects(DataType::Date32, filter, Value::Time(days * 86_400_000_000_000));

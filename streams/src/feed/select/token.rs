@@ -3,6 +3,7 @@
 use std::iter::Peekable;
 use std::str::CharIndices;
 
+use super::decimal::Decimal;
 use super::filter::{Comparison, Literal};
 use crate::feed::error::{FeedError, Result};
 
@@ -122,7 +123,8 @@ fn number(text: &str, chars: &mut Peekable<CharIndices<'_>>) -> Result<Literal> 
     let integer = digits.parse().ok().filter(|n| (i128::from(i64::MIN)..=i128::from(u64::MAX)).contains(n));
     let is_integer = digits.trim_start_matches(['-', '+']).bytes().all(|byte| byte.is_ascii_digit());
     let float = || digits.parse().ok().filter(|number: &f64| number.is_finite() && !is_integer);
-    let literal = integer.map(Literal::Integer).or_else(|| float().map(Literal::Float));
+    let of_float = |float| Decimal::new(&digits, float).map_or(Literal::Float(float), Literal::Decimal);
+    let literal = integer.map(Literal::Integer).or_else(|| float().map(of_float));
     literal.ok_or_else(|| {
         let digits: String = digits.chars().take(CHARS_SHOWN).collect();
         error(text, start, &format!("{digits:?} is not a number, or beyond 64 bits"))

@@ -29,6 +29,8 @@ pub(crate) enum Value<'a> {
     Flag(bool),
     Integer(i128),
     Float(f64),
+    /// A number of a filter between this integer and the next one; no column has it.
+    Above(i128),
     Text(&'a str),
     Bytes(&'a [u8]),
     /// Nanoseconds since 1970 in UTC.
@@ -143,6 +145,8 @@ impl Value<'_> {
             (Value::Float(a), Value::Float(b)) => a.partial_cmp(&b),
             (Value::Integer(a), Value::Float(b)) => integer_with_float(a, b),
             (Value::Float(a), Value::Integer(b)) => integer_with_float(b, a).map(Ordering::reverse),
+            (Value::Integer(a), Value::Above(b)) => Some(a.cmp(&b).then(Ordering::Less)),
+            (Value::Above(a), Value::Integer(b)) => Some(a.cmp(&b).then(Ordering::Greater)),
             (Value::Text(a), Value::Text(b)) => Some(a.as_bytes().cmp(b.as_bytes())),
             (Value::Bytes(a), Value::Bytes(b)) => Some(a.cmp(b)),
             _ => None,
