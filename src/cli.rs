@@ -12,6 +12,8 @@ mod render;
 mod rollout;
 mod scaler;
 mod scripts;
+#[cfg(test)]
+mod tests;
 mod volumes;
 
 use std::net::SocketAddr;

@@ -154,11 +154,11 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) sample: Vec<PathBuf>,
     /// Format of the sample [default: by the file name: .json, .csv, .parquet, else JSON lines]
-    #[arg(long, value_enum, requires = "sample")]
+    #[arg(long, value_enum, requires = "sample", conflicts_with = "seed")]
     pub(crate) format: Option<RecordFormat>,
     /// The field or column that feeds an input; just FIELD for a model with one input [default: the input's
     /// name]
-    #[arg(long, value_name = "INPUT=FIELD", requires = "sample")]
+    #[arg(long, value_name = "INPUT=FIELD", requires = "sample", conflicts_with = "seed")]
     pub(crate) input: Vec<String>,
     /// Number of records to compare, rounded up to whole runs
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
@@ -258,19 +258,19 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "ADDR:PORT", requires = "token_file")]
     pub(crate) listen: Option<SocketAddr>,
     /// Name or address of this machine for other machines [default: the address of --listen]
-    #[arg(long, value_name = "NAME", requires = "listen")]
+    #[arg(long, value_name = "NAME", requires = "listen", conflicts_with = "render")]
     pub(crate) advertise: Option<String>,
     /// File with the secret of the job's workers, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "listen")]
     pub(crate) token_file: Option<PathBuf>,
     /// Certificate chain (PEM) for the port of --listen [default: one made at the start]
-    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"])]
+    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], conflicts_with = "render")]
     pub(crate) tls_cert: Option<PathBuf>,
     /// Key (PEM) of --tls-cert
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    #[arg(long, value_name = "FILE", requires = "tls_cert", conflicts_with = "render")]
     pub(crate) tls_key: Option<PathBuf>,
     /// Worker processes of this machine beside those that join; may be 0 [default: as without --listen]
-    #[arg(long, value_name = "N", requires = "listen", conflicts_with = "workers")]
+    #[arg(long, value_name = "N", requires = "listen", conflicts_with_all = ["workers", "render"])]
     pub(crate) workers_local: Option<u32>,
     /// Wait while another process coordinates this job, and take its place when it ends or is lost. SIGTERM then
     /// hands the job over: workers of other machines stay
