@@ -189,8 +189,7 @@ class FlightFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were taken, as :meth:`millrace.Feed.state_dict` has it."""
-        state = self._position()
-        return {name: value for name, value in state.items() if name != "over" or value}
+        return {"over": False, **self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that a state counts: one of this class or of :class:`millrace.Feed`.
