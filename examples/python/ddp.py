@@ -1,6 +1,6 @@
 """Trains a classifier of digits with DistributedDataParallel, on any number of processes, and resumes after a crash.
 
-python prepare.py
+python prepare.py    (PyTorch 2.0 or newer)
 millrace train --script ddp.py --nproc-per-node 2
 
 When a process dies, the launcher restarts all of them. They go on after the last checkpoint, so each row counts once per
