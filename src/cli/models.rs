@@ -258,19 +258,19 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "ADDR:PORT", requires = "token_file")]
     pub(crate) listen: Option<SocketAddr>,
     /// Name or address of this machine for other machines [default: the address of --listen]
-    #[arg(long, value_name = "NAME", requires = "listen", conflicts_with = "render")]
+    #[arg(long, value_name = "NAME", requires = "listen")]
     pub(crate) advertise: Option<String>,
     /// File with the secret of the job's workers, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "listen")]
     pub(crate) token_file: Option<PathBuf>,
     /// Certificate chain (PEM) for the port of --listen [default: one made at the start]
-    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"], conflicts_with = "render")]
+    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"])]
     pub(crate) tls_cert: Option<PathBuf>,
     /// Key (PEM) of --tls-cert
-    #[arg(long, value_name = "FILE", requires = "tls_cert", conflicts_with = "render")]
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub(crate) tls_key: Option<PathBuf>,
     /// Worker processes of this machine beside those that join; may be 0 [default: as without --listen]
-    #[arg(long, value_name = "N", requires = "listen", conflicts_with_all = ["workers", "render"])]
+    #[arg(long, value_name = "N", requires = "listen", conflicts_with = "workers")]
     pub(crate) workers_local: Option<u32>,
     /// Wait while another process coordinates this job, and take its place when it ends or is lost. SIGTERM then
     /// hands the job over: workers of other machines stay

@@ -4,7 +4,17 @@ use clap::{Args, ValueEnum};
 
 /// Arguments without a place in manifests. Each argument of manifests conflicts with them, too: an argument may be set
 /// without the one that it requires where that one conflicts with another that is set.
-const UNRENDERED: [&str; 5] = ["script", "tensorboard", "listen", "token_file", "standby"];
+const UNRENDERED: [&str; 9] = [
+    "script",
+    "tensorboard",
+    "listen",
+    "advertise",
+    "token_file",
+    "tls_cert",
+    "tls_key",
+    "workers_local",
+    "standby",
+];
 
 /// A form of manifests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -91,7 +101,7 @@ pub(crate) struct RenderArgs {
           requires = "render", conflicts_with_all = UNRENDERED, value_parser = label_value)]
     pub(crate) gpu_product: Vec<String>,
     /// Also cards of these products that several pods share
-    #[arg(long, requires = "gpu_product")]
+    #[arg(long, requires = "gpu_product", conflicts_with_all = UNRENDERED)]
     pub(crate) gpu_shared: bool,
     /// Cards with more memory than this
     #[arg(long, value_name = "MIB",

@@ -111,10 +111,15 @@ fn accepted(command: &Command) -> BTreeSet<String> {
             for &other in
                 args.iter().filter(|other| other.get_id() != arg.get_id() && conflict(command, needed, other))
             {
-                let both = [&required[arg.get_id().as_str()], &required[other.get_id().as_str()]];
-                let rest: Vec<&Arg> =
-                    both.into_iter().flatten().copied().filter(|a| a.get_id() != needed.get_id()).collect();
-                for more in [vec![], rest.clone(), base.clone(), [rest, base.clone()].concat()] {
+                let [own, theirs] = [arg, other].map(|of| {
+                    let mut all = required[of.get_id().as_str()].clone();
+                    all.retain(|arg| arg.get_id() != needed.get_id());
+                    all
+                });
+                let both = [own.clone(), theirs].concat();
+                let alone = [vec![], own, both];
+                let based = alone.clone().map(|more| [more, base.clone()].concat());
+                for more in alone.into_iter().chain(based) {
                     let words = line(&[vec![arg, other], more].concat());
                     if parse(command, &words).is_ok() {
                         found.insert(format!("{} {} without {needed}", command.get_name(), words.join(" ")));
@@ -187,9 +192,11 @@ fn option_without_effect_beside_another_is_refused() {
     let manifests = ["--render", "kubernetes", "--image", "i", "--token-secret", "s"];
     let quantize = ["millrace", "model", "quantize", "m", "--volume", "v", "--seed", "3"];
     let feed = ["millrace", "feed", "digits@v1:/train"];
-    let lines: [(&[&str], &[&str]); 10] = [
+    let lines: [(&[&str], &[&str]); 12] = [
         (&train, &["--tensorboard", "d", "--image", "i"]),
         (&train, &["--standby", "--suspend"]),
+        (&train, &["--tensorboard", "d", "--gpu-shared"]),
+        (&train, &["--image", "i", "--token-secret", "s", "--advertise", "a"]),
         (&train, &[&manifests[..], &["--advertise", "a"]].concat()),
         (&train, &[&manifests[..], &["--workers-local", "1"]].concat()),
         (&train, &[&manifests[..], &["--tls-cert", "c", "--tls-key", "k"]].concat()),
