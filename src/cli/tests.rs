@@ -92,8 +92,9 @@ fn accepted(command: &Command) -> BTreeSet<String> {
         given.sort_by_key(|arg| arg.is_last_set());
         given.iter().flat_map(|arg| set[arg.get_id().as_str()].clone()).collect()
     };
-    let named = |names: &[String]| -> Vec<&Arg> {
-        args.iter().copied().filter(|arg| names.contains(&name(&arg.to_string()))).collect()
+    let named = |names: &[String]| {
+        let is_named = |arg: &&Arg| names.contains(&name(&arg.to_string()));
+        args.iter().copied().filter(is_named).collect::<Vec<&Arg>>()
     };
     let always = missing(command, &[]);
     let required: BTreeMap<&str, Vec<&Arg>> = args
