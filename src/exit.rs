@@ -54,6 +54,7 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
         E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } | E::Script { .. } => {
             Exit::Usage
         }
+        E::NoColumn { .. } => Exit::NotFound,
         E::Busy { .. } | E::Lease { .. } => Exit::Conflict,
         E::Launch { .. } | E::CoordinatorLost { .. } | E::Outage { .. } | E::NodesMissing { .. } => {
             Exit::Unavailable

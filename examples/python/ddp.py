@@ -1,10 +1,11 @@
 """Trains a classifier of digits with DistributedDataParallel, on any number of processes, and resumes after a crash.
 
-python prepare.py
+python prepare.py    (PyTorch 2.0 or newer)
 millrace train --script ddp.py --nproc-per-node 2
 
 When a process dies, the launcher restarts all of them. They go on after the last checkpoint, so each row counts once per
-epoch in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25.
+epoch in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25. Started again after
+its end, it finishes at once; `millrace volume delete runs --yes` lets it begin anew.
 
 torchrun restarts them, too. It keeps one store for all rounds, in which new processes may find the addresses of dead ones
 ("Gloo connectFullMesh failed"). TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each round a store of its own.
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "runs:/ddp/checkpoint.pt"
 EPOCHS = 2
 
@@ -33,6 +34,7 @@ def main() -> None:
     feed = millrace.Feed(
         DATASET, batch_rows=64, epochs=EPOCHS, seed=7, rank="env", columns=["id", "pixels", "label"], format="torch"
     )
+    steps = len(feed)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -50,13 +52,16 @@ def main() -> None:
         # One process keeps what all have counted.
         seen += stored["seen"] if rank == 0 else 0
 
-    def save() -> torch.Tensor:
+    def counts() -> torch.Tensor:
         total = seen.clone()
         dist.all_reduce(total)
+        return total
+
+    def save() -> None:
+        total = counts()
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "feed": feed.state_dict()}
             millrace.torch.save({**state, "step": step, "seen": total}, CHECKPOINT)
-        return total
 
     for batch in feed:
         step += 1
@@ -73,14 +78,16 @@ def main() -> None:
             if rank == 0:
                 print(f"step {step}: loss {total:.3f}")
         seen += torch.bincount(batch["id"], minlength=1797)
-        if step % 10 == 0:
+        # Behind the loop, the position would be that of the epochs that follow.
+        if step % 10 == 0 or step == steps:
             save()
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if is_first and rank == world - 1 and step == int(os.environ.get("DIE_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)
-    total = save()
+    total = counts()
     if rank == 0:
-        assert set(total[total > 0].tolist()) == {EPOCHS} and int((total > 0).sum()) == feed.rows, "a row was lost or repeated"
+        counted = total[total > 0]
+        assert set(counted.tolist()) == {EPOCHS} and len(counted) == feed.rows, "a row was lost or repeated"
         print(f"{step} steps; each of {feed.rows} rows counts {EPOCHS} times")
     dist.destroy_process_group()
 

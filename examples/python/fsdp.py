@@ -5,7 +5,8 @@ millrace train --script fsdp.py --nproc-per-node 2
 
 When a process dies, the launcher restarts all of them. They go on from the last whole checkpoint of
 torch.distributed.checkpoint, which any number of processes can load. The script counts each row that the weights have seen.
-Set DIE_AT=25 to let one process kill itself at step 25.
+Set DIE_AT=25 to let one process kill itself at step 25. Started again after its end, it finishes at once; `millrace volume
+delete runs --yes` lets it begin anew.
 """
 
 import os
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINTS = "runs:/fsdp"
 EPOCHS = 2
 
@@ -33,6 +34,7 @@ def main() -> None:
     feed = millrace.Feed(
         DATASET, batch_rows=64, epochs=EPOCHS, seed=7, rank="env", columns=["id", "pixels", "label"], format="torch"
     )
+    steps = len(feed)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     mesh = init_device_mesh("cpu", (world,))
@@ -57,11 +59,13 @@ def main() -> None:
         # One process keeps what all have counted.
         seen += stored["seen"] if rank == 0 else 0
 
-    def save() -> torch.Tensor:
+    def counts() -> torch.Tensor:
         total = seen.clone()
         dist.all_reduce(total)
-        dcp.save(state(total), storage_writer=millrace.torch.StorageWriter(f"{CHECKPOINTS}/step-{step}"))
         return total
+
+    def save() -> None:
+        dcp.save(state(counts()), storage_writer=millrace.torch.StorageWriter(f"{CHECKPOINTS}/step-{step}"))
 
     for batch in feed:
         step += 1
@@ -78,14 +82,16 @@ def main() -> None:
             dist.all_reduce(loss)
             if rank == 0:
                 print(f"step {step}: loss {loss:.3f}")
-        if step % 10 == 0:
+        # Behind the loop, the position would be that of the epochs that follow.
+        if step % 10 == 0 or step == steps:
             save()
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if is_first and rank == world - 1 and step == int(os.environ.get("DIE_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)
-    total = save()
+    total = counts()
     if rank == 0:
-        assert set(total[total > 0].tolist()) == {EPOCHS} and int((total > 0).sum()) == feed.rows, "a row was lost or repeated"
+        counted = total[total > 0]
+        assert set(counted.tolist()) == {EPOCHS} and len(counted) == feed.rows, "a row was lost or repeated"
         print(f"{step} steps; each of {feed.rows} rows counts {EPOCHS} times")
     dist.destroy_process_group()
 

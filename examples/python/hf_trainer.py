@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 FOLDER = "/hf-trainer"
 EPOCHS = 2
 

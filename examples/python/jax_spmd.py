@@ -19,7 +19,7 @@ import millrace.jax
 import numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "/jax/checkpoint.npz"
 STEPS = 45
 

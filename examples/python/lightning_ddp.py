@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 FOLDER = "millrace://runs/lightning"
 EPOCHS = 2
 

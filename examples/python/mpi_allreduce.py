@@ -15,7 +15,7 @@ import millrace
 import numpy
 from mpi4py import MPI
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "/mpi/checkpoint.npz"
 EPOCHS = 2
 

@@ -16,7 +16,7 @@ import millrace
 import mxnet
 import numpy
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "/mxnet/checkpoint.npz"
 EPOCHS = 2
 

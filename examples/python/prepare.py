@@ -1,4 +1,4 @@
-"""Writes the handwritten digits of this repository into the volume `digits`, as the snapshot `v1`.
+"""Writes the handwritten digits of this repository into the volume `digits-python`, as the snapshot `v1`.
 
 python prepare.py    (needs pyarrow; a second run changes nothing)
 """
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "digits" / "digits.jsonl"
 
 
 def main() -> None:
-    volume = millrace.Volume("digits", create=True)
+    volume = millrace.Volume("digits-python", create=True)
     if "v1" in [snapshot.name for snapshot in volume.snapshots()]:
         return
     table = pyarrow.json.read_json(SOURCE)

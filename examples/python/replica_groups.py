@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp, TCPStore
 from torch.nn.functional import cross_entropy
 from torchft import Manager, ProcessGroupGloo
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "runs:/replica-groups/checkpoint.pt"
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
 # Groups that begin together.

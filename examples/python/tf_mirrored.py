@@ -16,7 +16,7 @@ import millrace.tf
 import numpy
 import tensorflow as tf
 
-DATASET = "digits@v1:/train"
+DATASET = "digits-python@v1:/train"
 CHECKPOINT = "/tensorflow/checkpoint.npz"
 EPOCHS = 2
 

@@ -365,8 +365,8 @@ class Feed:
         return self._state(self._place, self._is_over or (self._place == self._end and not self._has_ended))
 
     def _state(self, place: int, is_over: bool) -> dict[str, Any]:
-        state = {"order": self._reader.order, "rows": place, **self._offsets()}
-        return {**state, "over": True} if is_over else state
+        # Always the same keys: torch.distributed.checkpoint loads only those of the state that it is given.
+        return {"order": self._reader.order, "rows": place, "over": is_over, **self._offsets()}
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """:meth:`state_dict` after ``batches`` more batches of this iteration, for loaders that count them.

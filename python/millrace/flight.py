@@ -38,15 +38,16 @@ class FlightFeed:
         ``grpc+tls://feed-1.example.org:8815``. A server names the others that it knows.
     :param dataset: ``VOLUME@SNAPSHOT:/PATH`` or ``VOLUME@latest:/PATH``, or a :class:`millrace.Mixture`; the servers
         must expose it.
-    :param format: ``"arrow"``: ``pyarrow.RecordBatch``, without a copy. ``"numpy"``: dictionaries of arrays, as
-        :class:`millrace.Feed` has them, where a null in a column of numbers is an error.
+    :param format: ``"arrow"``, the default: ``pyarrow.RecordBatch``, without a copy. ``"numpy"``: dictionaries of
+        arrays, as :class:`millrace.Feed` has them, where a null in a column of numbers is an error. No ``"torch"``.
     :param token: the bearer token, for servers that ask for one.
     :param ca: path of a PEM file with the authorities of the servers' certificates; those of the system by default.
     :param certificate: path of a PEM file with this client's certificate, for servers with ``client_ca``.
     :param key: path of a PEM file with its private key.
     :param patience_s: how long to try without any server that answers, in seconds, before an iteration fails.
 
-    The other arguments are those of :class:`millrace.Feed`.
+    The other arguments are those of :class:`millrace.Feed`. It has no ``until``, ``pad``, ``tokens``, ``buckets``,
+    ``device``, ``share_cache`` and ``home``.
 
     :raises millrace.Error: :class:`millrace.UnavailableError` when no server answers, or refuses the token;
         :class:`millrace.NotFoundError` for a dataset that does not exist; :class:`millrace.UsageError` for arguments
@@ -189,8 +190,7 @@ class FlightFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were taken, as :meth:`millrace.Feed.state_dict` has it."""
-        state = self._position()
-        return {name: value for name, value in state.items() if name != "over" or value}
+        return {"over": False, **self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that a state counts: one of this class or of :class:`millrace.Feed`.

@@ -23,8 +23,8 @@ def arrays(feed: Feed, *, sharding: Any = None) -> Iterator[dict[str, Any]]:
     Without ``jax_enable_x64``, JAX has 32 bits: floats of 64 bits are rounded, and an integer that does not fit is an
     error that names its column.
 
-    :param feed: a feed with ``format="numpy"``. Several processes pass ``rank=jax.process_index()`` and
-        ``world=jax.process_count()``.
+    :param feed: a feed with ``format="numpy"``, and with ``pad=`` for columns of lists of any length. Several processes
+        pass ``rank=jax.process_index()`` and ``world=jax.process_count()``.
     :param sharding: ``None`` for JAX's default device; ``"local"`` to split rows over the devices of this process; or a
         ``jax.sharding.Sharding`` of the global batch, of which this process has its part. Every device needs the same
         number of rows: pass ``epochs=None``, and ``batch_rows`` that the devices divide.
@@ -43,8 +43,8 @@ def _array(feed: Feed, name: str, column: Any, sharding: Any) -> Any:
     if not isinstance(column, numpy.ndarray) or column.dtype.kind not in "biuf":
         found = getattr(column, "dtype", type(column).__name__)
         raise UsageError(
-            f"read {feed.dataset}: column {name!r} is {feed.schema.get(name, found)}, for which JAX has no array; leave it "
-            f"out (columns=[...])"
+            f"read {feed.dataset}: column {name!r} is {feed.schema.get(name, found)}, for which JAX has no array; pass pad= "
+            f"for lists of numbers, or leave it out (columns=[...])"
         )
     if column.dtype.kind in "iu" and column.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
         narrow = numpy.iinfo(column.dtype.kind + "4")

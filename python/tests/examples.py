@@ -81,7 +81,7 @@ class ExampleCase(unittest.TestCase):
 
     def train(self, script: str, *arguments: str, python: str = sys.executable, processes: int = 2) -> list[str]:
         """A command that trains. Some frameworks do not end at SIGTERM."""
-        chosen = ["--python", python, "--script", str(EXAMPLES / script), "--dataset", "digits@v1:/train"]
+        chosen = ["--python", python, "--script", str(EXAMPLES / script), "--dataset", "digits-python@v1:/train"]
         return [PROGRAM, "train", "--nproc-per-node", str(processes), "--grace", "10", *chosen, *arguments]
 
     def restarts(self) -> dict[str, int]:
@@ -100,7 +100,15 @@ class ExampleCase(unittest.TestCase):
         self.assertLess(steps[0], 10, printed)
         self.assertEqual(steps.count(steps[0]), 1, printed)
         self.check_nothing_is_left()
+        self.check_ends_again(self.run_in(*self.train(script, *arguments, **options)), end)
         return printed
+
+    def check_ends_again(self, printed: str, end: str = "2 times") -> None:
+        """Started again after its end, a script repeats no step that its last checkpoint has, and ends as before."""
+        self.assertRegex(printed, rf"(?m)45 steps; each of 1437 rows counts {end}$")
+        steps = [int(step) for step in re.findall(r"step (\d+): loss", printed)]
+        self.assertEqual([step for step in steps if step <= 40], [], printed)
+        self.check_nothing_is_left()
 
     def check_printed(self, printed: str, steps: int, end: str = "2 times") -> None:
         """Each row counts once per epoch, and the loss falls."""

@@ -30,6 +30,7 @@ class TorchTest(ExampleCase):
         printed = self.run_in(*torchrun, DIE_AT="25", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         self.check_printed(printed, 45)
         self.check_nothing_is_left()
+        self.check_ends_again(self.run_in(*torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
 
     def check_weights_are_those_of_an_undisturbed_run(self, script: str) -> None:
         import millrace.torch
@@ -150,3 +151,4 @@ class MpiTest(ExampleCase):
         self.assertNotIn("step 11: loss", printed)
         self.check_printed(first + printed, 45)
         self.check_nothing_is_left()
+        self.check_ends_again(self.run_in("mpirun", "-n", "2", *script, **allowed))

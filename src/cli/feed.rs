@@ -250,6 +250,9 @@ pub(crate) struct OrderArgs {
     pub(crate) buckets: Option<BucketOptions>,
 }
 
+/// Arguments that exclude the packing of tokens, and so all of its arguments.
+const UNPACKED: [&str; 2] = ["columns", "buckets"];
+
 /// The packing of a column of tokens into sequences of one length, which are the rows then.
 #[derive(Debug, Args)]
 pub(crate) struct TokenArgs {
@@ -257,19 +260,19 @@ pub(crate) struct TokenArgs {
     #[arg(long, value_name = "COLUMN", requires = "length", conflicts_with = "columns")]
     tokens: Option<String>,
     /// Tokens of a sequence
-    #[arg(long, value_name = "TOKENS", requires = "tokens")]
+    #[arg(long, value_name = "TOKENS", requires = "tokens", conflicts_with_all = UNPACKED)]
     length: Option<u32>,
     /// Token to put in front of each document
-    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    #[arg(long, value_name = "TOKEN", requires = "tokens", conflicts_with_all = UNPACKED)]
     bos: Option<i64>,
     /// Token to put behind each document
-    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    #[arg(long, value_name = "TOKEN", requires = "tokens", conflicts_with_all = UNPACKED)]
     eos: Option<i64>,
     /// Token that fills the last sequence of a row group [default: 0]
-    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    #[arg(long, value_name = "TOKEN", requires = "tokens", conflicts_with_all = UNPACKED)]
     pad: Option<i64>,
     /// Add labels: "next", the token after each one, or "same", the token itself
-    #[arg(long, value_name = "next|same", requires = "tokens", value_parser = labels)]
+    #[arg(long, value_name = "next|same", requires = "tokens", conflicts_with_all = UNPACKED, value_parser = labels)]
     labels: Option<TokenLabels>,
 }
 
@@ -327,7 +330,13 @@ pub(crate) struct SourceArgs {
     #[arg(long, value_name = "DATASET=WEIGHT", value_parser = mixed)]
     pub(crate) mix: Vec<(SourceSpec, Weight)>,
     /// The end of an epoch of a mixture: "first", when a dataset has delivered all its rows, or "every", when all have
-    #[arg(long, value_name = "first|every", default_value = "first", requires = "mix")]
+    #[arg(
+        long,
+        value_name = "first|every",
+        default_value = "first",
+        requires = "mix",
+        conflicts_with = "dataset"
+    )]
     pub(crate) until: Until,
     #[command(flatten)]
     pub(crate) select: SelectArgs,

@@ -154,11 +154,11 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) sample: Vec<PathBuf>,
     /// Format of the sample [default: by the file name: .json, .csv, .parquet, else JSON lines]
-    #[arg(long, value_enum, requires = "sample")]
+    #[arg(long, value_enum, requires = "sample", conflicts_with = "seed")]
     pub(crate) format: Option<RecordFormat>,
     /// The field or column that feeds an input; just FIELD for a model with one input [default: the input's
     /// name]
-    #[arg(long, value_name = "INPUT=FIELD", requires = "sample")]
+    #[arg(long, value_name = "INPUT=FIELD", requires = "sample", conflicts_with = "seed")]
     pub(crate) input: Vec<String>,
     /// Number of records to compare, rounded up to whole runs
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]

@@ -2,6 +2,20 @@
 
 use clap::{Args, ValueEnum};
 
+/// Arguments without a place in manifests. Each argument of manifests conflicts with them, too: an argument may be set
+/// without the one that it requires where that one conflicts with another that is set.
+const UNRENDERED: [&str; 9] = [
+    "script",
+    "tensorboard",
+    "listen",
+    "advertise",
+    "token_file",
+    "tls_cert",
+    "tls_key",
+    "workers_local",
+    "standby",
+];
+
 /// A form of manifests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Render {
@@ -15,86 +29,93 @@ pub(crate) enum Render {
 pub(crate) struct RenderArgs {
     /// Print the manifests of the training instead of running it; needs a job file, --image and --token-secret
     #[arg(long, value_enum, requires_all = ["job", "image", "token_secret"],
-          conflicts_with_all = ["script", "tensorboard", "listen", "token_file", "standby"])]
+          conflicts_with_all = UNRENDERED)]
     pub(crate) render: Option<Render>,
     /// Image with the program
-    #[arg(long, requires = "render", value_parser = image)]
+    #[arg(long, requires = "render", conflicts_with_all = UNRENDERED, value_parser = image)]
     pub(crate) image: Option<String>,
     /// Secret whose key `token` has the secret of the job's workers, at least 16 characters
-    #[arg(long, value_name = "SECRET", requires = "render", value_parser = subdomain)]
+    #[arg(long, value_name = "SECRET", requires = "render", conflicts_with_all = UNRENDERED, value_parser = subdomain)]
     pub(crate) token_secret: Option<String>,
     /// Namespace of the objects
-    #[arg(long, default_value = "default", requires = "render", value_parser = label)]
+    #[arg(long, default_value = "default", requires = "render", conflicts_with_all = UNRENDERED, value_parser = label)]
     pub(crate) namespace: String,
     /// First part of the objects' names
-    #[arg(long, default_value = "millrace", requires = "render", value_parser = release)]
+    #[arg(long, default_value = "millrace", requires = "render", conflicts_with_all = UNRENDERED, value_parser = release)]
     pub(crate) release: String,
     /// Name of the training in the objects' names [default: the job's name]
-    #[arg(long, value_name = "NAME", requires = "render", value_parser = training)]
+    #[arg(long, value_name = "NAME", requires = "render", conflicts_with_all = UNRENDERED, value_parser = training)]
     pub(crate) training: Option<String>,
     /// Service account of the pods
-    #[arg(long, value_name = "NAME", default_value = "default", requires = "render", value_parser = subdomain)]
+    #[arg(long, value_name = "NAME", default_value = "default",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = subdomain)]
     pub(crate) service_account: String,
     /// Secret with the password of the metadata's server, and its key
-    #[arg(long, value_name = "SECRET[:KEY]", requires = "render", value_parser = database)]
+    #[arg(long, value_name = "SECRET[:KEY]", requires = "render", conflicts_with_all = UNRENDERED, value_parser = database)]
     pub(crate) database_secret: Option<(String, String)>,
     /// Secret with the credentials of the bucket, and its two keys
-    #[arg(long, value_name = "SECRET[:ID_KEY:SECRET_KEY]", requires = "render", value_parser = store)]
+    #[arg(long, value_name = "SECRET[:ID_KEY:SECRET_KEY]",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = store)]
     pub(crate) store_secret: Option<(String, String, String)>,
     /// A variable of the pods from a Secret, for example for { env = "NAME" } of the configuration; may be repeated
-    #[arg(long = "env", value_name = "NAME=SECRET:KEY", requires = "render", value_parser = variable)]
+    #[arg(long = "env", value_name = "NAME=SECRET:KEY",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = variable)]
     pub(crate) variables: Vec<(String, String, String)>,
     /// Coordinators that wait to take over
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "render",
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "render", conflicts_with_all = UNRENDERED,
           value_parser = clap::value_parser!(u32).range(..=16))]
     pub(crate) standbys: u32,
     /// Failures of a pod after which the Job gives it up
-    #[arg(long, value_name = "N", default_value_t = 6, requires = "render",
+    #[arg(long, value_name = "N", default_value_t = 6, requires = "render", conflicts_with_all = UNRENDERED,
           value_parser = clap::value_parser!(u32).range(..=10_000))]
     pub(crate) backoff_limit: u32,
     /// Replace pods of a lost node at once; evictions then count as failures
-    #[arg(long, requires = "render")]
+    #[arg(long, requires = "render", conflicts_with_all = UNRENDERED)]
     pub(crate) replace_lost: bool,
     /// Create the Jobs suspended
-    #[arg(long, requires = "render")]
+    #[arg(long, requires = "render", conflicts_with_all = UNRENDERED)]
     pub(crate) suspend: bool,
     /// PriorityClass of the pods
-    #[arg(long, value_name = "NAME", requires = "render", value_parser = subdomain)]
+    #[arg(long, value_name = "NAME", requires = "render", conflicts_with_all = UNRENDERED, value_parser = subdomain)]
     pub(crate) priority_class: Option<String>,
     /// LocalQueue of Kueue
-    #[arg(long, value_name = "NAME", requires = "render", value_parser = label)]
+    #[arg(long, value_name = "NAME", requires = "render", conflicts_with_all = UNRENDERED, value_parser = label)]
     pub(crate) queue: Option<String>,
     /// What a worker's pod reserves
     #[arg(long, value_name = "RESOURCE=QUANTITY,…", value_delimiter = ',', default_value = "cpu=1,memory=1Gi",
-          requires = "render", value_parser = quantity)]
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = quantity)]
     pub(crate) requests: Vec<(String, String)>,
     /// What a worker's pod may use
     #[arg(long, value_name = "RESOURCE=QUANTITY,…", value_delimiter = ',', default_value = "memory=2Gi",
-          requires = "render", value_parser = quantity)]
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = quantity)]
     pub(crate) limits: Vec<(String, String)>,
     /// Label of the nodes for all pods; may be repeated
-    #[arg(long, value_name = "KEY=VALUE", requires = "render", value_parser = node_label)]
+    #[arg(long, value_name = "KEY=VALUE", requires = "render", conflicts_with_all = UNRENDERED, value_parser = node_label)]
     pub(crate) node_selector: Vec<(String, String)>,
     /// Cards of each worker's pod [default: 1 with another flag of cards, else 0]
-    #[arg(long, value_name = "N", requires = "render", value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, value_name = "N",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) gpus: Option<u32>,
     /// Cards by their label nvidia.com/gpu.product
-    #[arg(long, value_name = "PRODUCT,…", value_delimiter = ',', requires = "render", value_parser = label_value)]
+    #[arg(long, value_name = "PRODUCT,…", value_delimiter = ',',
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = label_value)]
     pub(crate) gpu_product: Vec<String>,
     /// Also cards of these products that several pods share
-    #[arg(long, requires = "gpu_product")]
+    #[arg(long, requires = "gpu_product", conflicts_with_all = UNRENDERED)]
     pub(crate) gpu_shared: bool,
     /// Cards with more memory than this
-    #[arg(long, value_name = "MIB", requires = "render", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "MIB",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) gpu_memory_mib: Option<u32>,
     /// Cards above this major compute capability
-    #[arg(long, value_name = "MAJOR", requires = "render", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, value_name = "MAJOR",
+          requires = "render", conflicts_with_all = UNRENDERED, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) gpu_compute_major: Option<u32>,
     /// Name of the cards' resource, such as nvidia.com/mig-1g.10gb [default: nvidia.com/gpu]
-    #[arg(long, value_name = "RESOURCE", requires = "render", value_parser = qualified)]
+    #[arg(long, value_name = "RESOURCE", requires = "render", conflicts_with_all = UNRENDERED, value_parser = qualified)]
     pub(crate) gpu_resource: Option<String>,
     /// Taint of nodes on which workers may run nevertheless; may be repeated
-    #[arg(long, value_name = "KEY", requires = "render", value_parser = qualified)]
+    #[arg(long, value_name = "KEY", requires = "render", conflicts_with_all = UNRENDERED, value_parser = qualified)]
     pub(crate) tolerate: Vec<String>,
 }
 

@@ -15,50 +15,50 @@ pub(crate) struct ScriptArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) script: Option<PathBuf>,
     /// Processes of each node
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "script",
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "script", conflicts_with = "job",
           value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) nproc_per_node: u32,
     /// Nodes to wait for, and most nodes [default: 1, with --listen 1:256]
-    #[arg(long, value_name = "MIN[:MAX]", requires = "script", value_parser = nodes)]
+    #[arg(long, value_name = "MIN[:MAX]", requires = "script", conflicts_with = "job", value_parser = nodes)]
     pub(crate) nodes: Option<(u32, u32)>,
     /// New rounds that may follow a failure
-    #[arg(long, value_name = "N", default_value_t = 3, requires = "script")]
+    #[arg(long, value_name = "N", default_value_t = 3, requires = "script", conflicts_with = "job")]
     pub(crate) max_restarts: u32,
     /// Begin a new round at once when a node joins, not only after a failure
-    #[arg(long, requires = "script")]
+    #[arg(long, requires = "script", conflicts_with = "job")]
     pub(crate) restart_on_join: bool,
     /// Seconds to wait for nodes
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "script",
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "script", conflicts_with = "job",
           value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     pub(crate) join_timeout: u64,
     /// Seconds between SIGTERM and SIGKILL
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "script",
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "script", conflicts_with = "job",
           value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]
     pub(crate) grace: u64,
     /// The Python interpreter; MILLRACE_PYTHON of a node comes first [default: python3]
-    #[arg(long, value_name = "PROGRAM", requires = "script")]
+    #[arg(long, value_name = "PROGRAM", requires = "script", conflicts_with = "job")]
     pub(crate) python: Option<String>,
     /// Whose environment the processes get beside RANK, WORLD_SIZE and MASTER_ADDR
-    #[arg(long, value_enum, default_value_t = FrameworkArg::Torch, requires = "script")]
+    #[arg(long, value_enum, default_value_t = FrameworkArg::Torch, requires = "script", conflicts_with = "job")]
     pub(crate) framework: FrameworkArg,
     /// Parameter servers of all nodes, beside the processes of --nproc-per-node
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "script",
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "script", conflicts_with = "job",
           value_parser = clap::value_parser!(u32).range(..=256))]
     pub(crate) servers: u32,
     /// Write the output of each process to a file in DIR instead of the terminal
-    #[arg(long, value_name = "DIR", requires = "script")]
+    #[arg(long, value_name = "DIR", requires = "script", conflicts_with = "job")]
     pub(crate) log_dir: Option<PathBuf>,
     /// The dataset that the script reads: checked, recorded, and passed on as MILLRACE_DATASET
-    #[arg(long, value_name = "VOLUME@SNAPSHOT:/PATH", requires = "script")]
+    #[arg(long, value_name = "VOLUME@SNAPSHOT:/PATH", requires = "script", conflicts_with = "job")]
     pub(crate) dataset: Option<DatasetSpec>,
     /// Name of the job in `millrace runs` [default: the script's name]
-    #[arg(long, requires = "script")]
+    #[arg(long, requires = "script", conflicts_with = "job")]
     pub(crate) name: Option<Name>,
     /// Volume with the record of the run
-    #[arg(long, default_value = "models", requires = "script")]
+    #[arg(long, default_value = "models", requires = "script", conflicts_with = "job")]
     pub(crate) volume: Name,
     /// Arguments of the script, after --
-    #[arg(last = true, value_name = "ARGS", requires = "script")]
+    #[arg(last = true, value_name = "ARGS", requires = "script", conflicts_with = "job")]
     pub(crate) args: Vec<String>,
 }
 

@@ -195,13 +195,15 @@ fn versions(run: &Run) -> String {
 }
 
 fn summary(run: &Run) -> Vec<String> {
+    // The trainer does not know the steps and epochs of a script.
+    let counted = |number: u64| if run.script.is_some() { String::new() } else { count(number) };
     vec![
         run.job.clone(),
         short(run).to_owned(),
         begun(run),
         state(run).to_owned(),
-        count(run.step),
-        count(run.epochs.len() as u64),
+        counted(run.step),
+        counted(run.epochs.len() as u64),
         loss(run),
         accuracy(run),
         validation_loss(run),

@@ -284,8 +284,8 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let path = job(&home, "v@s:/t", MLP);
     let text = std::fs::read_to_string(&path).unwrap().replace("features = \"x\"", "features = \"nope\"");
     std::fs::write(&path, text).unwrap();
-    let (_, line) = home.fails(["train", path.to_str().unwrap()]);
-    assert!(line.contains("no column \"nope\"; it has id, x, label"), "{line}");
+    let (code, line) = home.fails(["train", path.to_str().unwrap()]);
+    assert!(code == 3 && line.contains("no column \"nope\"; it has id, x, label"), "{code} {line}");
     assert_eq!(
         home.json(["volume", "show", "v"])["volume"]["usage"]["files"],
         1,

@@ -227,6 +227,13 @@ fn client_that_never_reads_neither_blocks_others_nor_keeps_its_stream() {
     let home = dataset();
     home.file("millrace.toml", "[feed]\ndatasets = [\"v:/rows\"]\n[feed.limits]\nunread_ms_max = 300\n");
     let (service, address, metrics) = serve(&home, &["--streams", "2"]);
+    // Before the first call.
+    let seen = scrape(&metrics);
+    for metric in ["open_streams", "rows_total", "bytes_total", "reserved_bytes"] {
+        assert!(seen.contains(&format!("millrace_flight_{metric} 0\n")), "{metric}: {seen}");
+    }
+    assert!(seen.contains("millrace_flight_streams_total{end=\"failed\"} 0"), "{seen}");
+    assert!(seen.contains("millrace_flight_refused_total{reason=\"streams\"} 0"), "{seen}");
     runtime().block_on(async {
         let mut client = connect(&address).await;
         let request = json!({ "dataset": "v@s:/rows", "batch_rows": 256, "epochs": null });

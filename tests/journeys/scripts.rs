@@ -116,6 +116,10 @@ fn a_killed_process_starts_a_new_round_with_the_environment_of_torchrun() {
     assert_eq!(record["args"], serde_json::json!([told, "--lr", "0.1"]));
     let names = record["environment"].as_array().unwrap();
     assert!(names.contains(&Value::from("MILLRACE_HOME")), "{names:?}");
+    // Steps and epochs of a script are unknown, so that its row has no number but the digits of the run and its time.
+    let listed = home.ok(["runs", "list", "--volume", "models"]);
+    let row = listed.lines().find(|line| line.contains("succeeded")).unwrap();
+    assert!(!row.split("succeeded").nth(1).unwrap().contains(char::is_numeric), "{listed}");
     let shown = home.ok(["runs", "show", "train", "--volume", "models"]);
     assert!(shown.contains("succeeded") && shown.contains("sha256") && shown.contains("--lr"), "{shown}");
 }

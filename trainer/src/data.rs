@@ -188,7 +188,8 @@ impl Columns {
     fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {
         schema.field_with_name(name).map(|field| field.data_type()).map_err(|_| {
             let have: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
-            self.bad(format!("no column {name:?}; it has {}", have.join(", ")))
+            let (dataset, available) = (self.dataset.clone(), have.join(", "));
+            Error::NoColumn { dataset, column: name.to_owned(), available }
         })
     }
 

@@ -50,6 +50,16 @@ pub enum Error {
         /// The problem, with the column and, if known, the row.
         reason: String,
     },
+    /// The data has no column of this name: name one of those that it has.
+    #[error("dataset {dataset}: no column {column:?}; it has {available}")]
+    NoColumn {
+        /// The dataset, `volume@snapshot:/path`.
+        dataset: String,
+        /// The name.
+        column: String,
+        /// The names that exist, comma separated.
+        available: String,
+    },
     /// Training diverged: lower the learning rate or check the data.
     #[error("step {step}: {reason}")]
     Diverged {

@@ -248,10 +248,9 @@ pub(crate) fn open_feed(
         let mut names = datasets.iter().map(|dataset| dataset.spec().to_string());
         match error {
             // Of a mixture, the first dataset lacks it: others are compared with that one.
-            FeedError::NoColumn { column, available } => Error::Data {
-                dataset: names.next().unwrap_or_default(),
-                reason: format!("no column {column:?}; it has {available}"),
-            },
+            FeedError::NoColumn { column, available } => {
+                Error::NoColumn { dataset: names.next().unwrap_or_default(), column, available }
+            }
             error => {
                 let names = names.collect::<Vec<_>>().join(", ");
                 Error::feed(format!("job {}: dataset {names}", job.name), error)

@@ -45,3 +45,22 @@ metric!(
     /// Bytes reserved.
     MEMORY: IntGauge = "millrace_flight_reserved_bytes", "Memory reserved for decoded row groups and batches"
 );
+
+/// The values of `end`.
+const ENDS: [&str; 4] = ["complete", "left", "stopped", "failed"];
+/// The values of `reason`.
+const REASONS: [&str; 5] = ["streams", "memory", "plans", "exposure", "permission"];
+
+/// Registers all metrics, so that those without an event yet are exported as 0.
+pub(super) fn register_all() {
+    LazyLock::force(&STREAMS);
+    LazyLock::force(&ROWS);
+    LazyLock::force(&BYTES);
+    LazyLock::force(&MEMORY);
+    for end in ENDS {
+        ENDED.with_label_values(&[end]);
+    }
+    for reason in REASONS {
+        REFUSED.with_label_values(&[reason]);
+    }
+}

@@ -20,6 +20,7 @@ use tonic::{Extensions, Response, Status, Streaming};
 
 use super::exposure::Exposure;
 use super::memory::Memory;
+use super::metrics;
 use super::open::{OpenFeeds, Opened};
 use super::permission::{Callers, Permission};
 use super::request::{Request, State};
@@ -121,6 +122,7 @@ impl FlightFeeds {
         callers: Callers,
     ) -> Result<FlightFeeds> {
         limits.check()?;
+        metrics::register_all();
         let memory = Memory::new(limits.memory_bytes_max);
         let shared = Shared {
             feeds: OpenFeeds::new(datafs, exposure, memory),
