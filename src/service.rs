@@ -363,6 +363,8 @@ async fn train_when_ready(
     let datafs = context.volumes().await?;
     let datasets: Vec<DatasetSpec> = job.dataset.sources().filter_map(SourceSpec::dataset).cloned().collect();
     let declared: Vec<VolumeSpec> = datasets.iter().map(|dataset| dataset.source.clone()).collect();
+    let validated = job.validation.as_ref().and_then(|validation| validation.dataset.as_ref());
+    let validated = validated.and_then(SourceSpec::dataset).cloned();
     let has_topic = job.dataset.sources().any(|dataset| dataset.topic().is_some());
     let mut trained: Option<Vec<Option<u64>>> = None;
     while let Some((sources, numbers)) =
@@ -372,6 +374,13 @@ async fn train_when_ready(
         if !has_topic {
             for ((own, dataset), source) in job.dataset.sources_mut().zip(&datasets).zip(&sources) {
                 *own = DatasetSpec { source: source.clone(), ..dataset.clone() }.into();
+            }
+            // The validation reads the snapshot that is trained on, where both have one name.
+            if let (Some(validation), Some(dataset)) = (&mut job.validation, &validated)
+                && let Some(at) = declared.iter().position(|declared| *declared == dataset.source)
+            {
+                validation.dataset =
+                    Some(DatasetSpec { source: sources[at].clone(), ..dataset.clone() }.into());
             }
         }
         let is_last = has_topic || sources == declared;

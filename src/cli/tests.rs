@@ -141,7 +141,10 @@ fn requirement_holds_also_where_its_target_conflicts_with_a_set_argument() {
         }
     }
     let mut found = Vec::new();
-    collect(&Cli::command(), &mut found);
+    let mut command = Cli::command();
+    // Arguments know the number of their values from here on.
+    command.build();
+    collect(&command, &mut found);
     assert!(found.is_empty(), "accepted, so these options are ignored:\n{}", found.join("\n"));
 }
 
@@ -149,7 +152,11 @@ fn requirement_holds_also_where_its_target_conflicts_with_a_set_argument() {
 fn search_for_ignored_options_finds_one() {
     let file = Arg::new("file").required_unless_present("script").conflicts_with("script");
     let script = Arg::new("script").long("script");
-    let job = |name: Arg| Command::new("job").args([file.clone(), script.clone(), name]);
+    let job = |name: Arg| {
+        let mut command = Command::new("job").args([file.clone(), script.clone(), name]);
+        command.build();
+        command
+    };
     let trapped = Arg::new("name").long("name").requires("script");
     assert_eq!(
         accepted(&job(trapped.clone())).len(),

@@ -168,6 +168,8 @@ fn binary(name: &str, operator: &str, inputs: [&str; 2], output: &str) -> NodePr
     }
 }
 
+/// The most that rounding of float64 makes of equal labels, relative to their mean.
+const NOISE: f64 = 1e-14;
 /// Most of the deviation that rounding labels to float32 may change.
 const ROUNDING_MAX: f64 = 0.1;
 
@@ -187,11 +189,12 @@ impl Spread {
         self.rounding += (f64::from(single) - wide).powi(2);
     }
 
-    /// Whether labels that differ are nearly alike as float32, as times in seconds are.
+    /// Whether labels that differ are nearly alike as float32, as times in seconds are. What the arithmetic of float64 adds
+    /// to equal labels is no difference.
     fn is_lost(&self) -> bool {
         let spread = self.wide.spread();
         let rounding = (self.rounding / self.wide.count.max(1.0)).sqrt();
-        spread > 0.0 && rounding > ROUNDING_MAX * spread
+        spread > NOISE * self.wide.mean.abs() && rounding > ROUNDING_MAX * spread
     }
 }
 

@@ -123,7 +123,7 @@ pub(crate) struct CachedRows {
 }
 
 /// Version of the rules by which conditions and splits select rows.
-const SELECTION_RULES: &str = "2";
+const SELECTION_RULES: &str = "3";
 
 impl CachedRows {
     fn key(path: &str, selection: &Selection) -> String {

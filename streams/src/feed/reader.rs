@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use arrow::array::{ArrayRef, BooleanArray, RecordBatch};
 use arrow::compute::{concat_batches, filter_record_batch};
-use arrow::datatypes::SchemaRef;
+use arrow::datatypes::{FieldRef, Schema, SchemaRef};
 use object_store::ObjectStore;
 use parking_lot::Mutex;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReader, RowSelection};
@@ -139,11 +139,12 @@ impl GroupReader {
             }
             FileFormat::JsonLines | FileFormat::Csv | FileFormat::Tar | FileFormat::Folder => {
                 let bytes_max = self.decoded_bytes_max;
-                let fetched = source::fetch(&self.store, file, index, &schema, bytes_max).await?;
+                let own = self.own_types(&schema);
+                let fetched = source::fetch(&self.store, file, index, &own, bytes_max).await?;
                 let (plan, classes) = (Arc::clone(&self.plan), Arc::clone(&self.classes));
                 tokio::task::spawn_blocking(move || {
                     let file = plan.group_file(group);
-                    let columns = source::decode(fetched, file, index, rows, &schema, &classes, bytes_max)?;
+                    let columns = source::decode(fetched, file, index, rows, &own, &classes, bytes_max)?;
                     finish(columns, rows, &schema, mask.as_ref(), &path)
                 })
             }
@@ -152,6 +153,17 @@ impl GroupReader {
             true => FeedError::corrupt(&file.path, format!("row group {index}"), e),
             false => stopped(),
         })?
+    }
+
+    /// The columns of `schema` with the types that the dataset has alone: in a mixture they may be those of other sources,
+    /// which texts are not decoded to.
+    fn own_types(&self, schema: &Schema) -> SchemaRef {
+        let own = self.plan.dataset().schema();
+        let field = |field: &FieldRef| match own.field_with_name(field.name()) {
+            Ok(own) => own.clone(),
+            Err(_) => field.as_ref().clone(),
+        };
+        Arc::new(Schema::new(schema.fields().iter().map(field).collect::<Vec<_>>()))
     }
 
     async fn parquet_footer(&self, number: u32, file: &DataFile) -> Result<ArrowReaderMetadata> {

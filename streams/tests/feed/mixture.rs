@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use arrow::array::{ArrayRef, AsArray, Float32Array, Int64Array, RecordBatch, StringArray};
+use arrow::array::{ArrayRef, AsArray, Float32Array, Int64Array, LargeStringArray, RecordBatch, StringArray};
 use arrow::datatypes::Int64Type;
 use futures::TryStreamExt;
 use millrace_streams::feed::{
@@ -220,14 +220,48 @@ proptest! {
 }
 
 async fn source(name: &str, columns: Vec<(&str, ArrayRef)>) -> (MixtureSource, Arc<dyn ObjectStore>) {
-    let store = InMemory::new();
     let batch = RecordBatch::try_from_iter(columns).unwrap();
-    data::put(&store, "train/0.parquet", data::parquet(&[batch])).await;
+    source_of_file(name, "train/0.parquet", data::parquet(&[batch])).await
+}
+
+async fn source_of_file(name: &str, path: &str, bytes: Vec<u8>) -> (MixtureSource, Arc<dyn ObjectStore>) {
+    let store = InMemory::new();
+    data::put(&store, path, bytes).await;
     let store: Arc<dyn ObjectStore> = Arc::new(store);
     let plan = Plan::build(&store, "/train", &PlanOptions { batch_rows: 64, ..PlanOptions::default() })
         .await
         .unwrap();
     (MixtureSource { name: name.into(), plan: Arc::new(plan), weight: "1".parse().unwrap() }, store)
+}
+
+/// A text file is decoded to its own types, which are then widened to those of the mixture.
+#[tokio::test]
+async fn texts_of_files_are_mixed_with_wider_types() {
+    let ids = Arc::new(Int64Array::from(vec![0, 1])) as ArrayRef;
+    let texts = Arc::new(LargeStringArray::from(vec!["c", "d"])) as ArrayRef;
+    let wide = source("wide", vec![("id", ids), ("x", texts)]).await;
+    for (path, content) in [
+        ("train/0.csv", "id,x\n0,a\n1,b\n"),
+        ("train/0.jsonl", "{\"id\":0,\"x\":\"a\"}\n{\"id\":1,\"x\":\"b\"}\n"),
+    ] {
+        let text = source_of_file("text", path, content.as_bytes().to_vec()).await;
+        for sources in [[&text, &wide], [&wide, &text]] {
+            let mixture =
+                Mixture::new(sources.map(|(source, _)| source.clone()).to_vec(), 4, Until::First).unwrap();
+            let stores = sources.map(|(_, store)| Arc::clone(store));
+            let feed = AnyFeed::from(MixtureFeed::open(mixture, &stores, &FeedOptions::default()).unwrap());
+            let stream = feed.stream_places(Shard::WHOLE, 0..4, 1).unwrap();
+            let batches: Vec<FeedBatch> = stream.try_collect().await.unwrap();
+            let mut found: Vec<String> = batches
+                .iter()
+                .flat_map(|batch| {
+                    batch.batch["x"].as_string::<i64>().iter().map(|text| text.unwrap().to_owned())
+                })
+                .collect();
+            found.sort();
+            assert_eq!(found, ["a", "b", "c", "d"], "{path}");
+        }
+    }
 }
 
 #[tokio::test]

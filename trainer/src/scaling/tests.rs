@@ -26,8 +26,9 @@ fn labels_that_float32_cannot_tell_apart_are_lost() {
     };
     assert!(spread(&[1.7e9 - 1.0, 1.7e9 + 1.0]).is_lost());
     assert!(spread(&[0.1, 0.1 + 1e-12]).is_lost());
-    let kept: [&[f64]; 5] =
-        [&[1.7e9 - 1e4, 1.7e9 + 1e4], &[0.1, 0.1], &[0.1, 0.3], &[f64::from(0.1f32), 7.0], &[]];
+    let noise = [0.1 + 0.2, 0.3];
+    let kept: [&[f64]; 6] =
+        [&[1.7e9 - 1e4, 1.7e9 + 1e4], &[0.1, 0.1], &noise, &[0.1, 0.3], &[f64::from(0.1f32), 7.0], &[]];
     for kept in kept {
         assert!(!spread(kept).is_lost(), "{kept:?}");
     }

@@ -31,7 +31,7 @@ pub(super) struct Pixels {
 /// What decoding an image will take, known before any of its pixels is decoded.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Demand {
-    /// Width and height in pixels, as the header has them: the orientation may exchange the two.
+    /// Width and height in pixels, after the orientation.
     pub(super) size: (u32, u32),
     /// Bytes of memory.
     pub(super) bytes: u64,
@@ -101,8 +101,10 @@ pub(super) fn decode<S>(
         if let Some(jpeg) = Jpeg::new(content).map_err(ImageError::damaged)? {
             let (width, height) = jpeg.size();
             check_size(width, height, pixels_max)?;
-            let admitted = admit(Demand { size: (width, height), bytes: jpeg_bytes(width, height) })?;
             let orientation = jpeg.orientation();
+            let demand =
+                Demand { size: upright(width, height, orientation), bytes: jpeg_bytes(width, height) };
+            let admitted = admit(demand)?;
             let image = jpeg.decode().map_err(ImageError::damaged)?;
             return Ok((pixels_of(image, orientation, channels), admitted));
         }
@@ -118,11 +120,25 @@ pub(super) fn decode<S>(
         ImageFormat::Jpeg => jpeg_bytes(width, height),
         _ => decoder.total_bytes().saturating_mul(2) + u64::from(width) * u64::from(height) * 4,
     };
-    let admitted = admit(Demand { size: (width, height), bytes })?;
     // Without readable metadata there is no rotation.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    let admitted = admit(Demand { size: upright(width, height, orientation), bytes })?;
     let image = DynamicImage::from_decoder(decoder).map_err(ImageError::damaged)?;
     Ok((pixels_of(image, orientation, channels), admitted))
+}
+
+/// Width and height after an orientation.
+fn upright(width: u32, height: u32, orientation: Orientation) -> (u32, u32) {
+    match orientation {
+        Orientation::Rotate90
+        | Orientation::Rotate270
+        | Orientation::Rotate90FlipH
+        | Orientation::Rotate270FlipH => (height, width),
+        Orientation::NoTransforms
+        | Orientation::Rotate180
+        | Orientation::FlipHorizontal
+        | Orientation::FlipVertical => (width, height),
+    }
 }
 
 /// Checks the number of pixels that an image says it has, before any of them is decoded.

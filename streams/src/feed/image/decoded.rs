@@ -58,7 +58,7 @@ impl DecodedImage {
         if (self.height(), self.width()) == (height, width) {
             return Ok(self);
         }
-        check_scratch((self.width(), self.height()), (width, height), self.channels)?;
+        check_scratch((self.width(), self.height()), (width, height), Filter::Bilinear, self.channels)?;
         let source = Rect { x: 0, y: 0, width: self.width(), height: self.height() };
         let part = (0.0, 0.0, f64::from(source.width), f64::from(source.height));
         let size = [width, height];

@@ -11,8 +11,8 @@ use super::{Channels, Filter, ImageOptions, Layout, Values};
 
 /// Most bytes that scaling one image takes beside the pixels and the result.
 const SCRATCH_BYTES_MAX: u64 = 512 << 20;
-/// Bytes of weights for each row and column of the source: two as floating point, and two as integers.
-const WEIGHT_BYTES: u64 = 32;
+/// Bytes of weights for each row and column of the source: four as floating point, and four as integers.
+const WEIGHT_BYTES: u64 = 48;
 
 /// The conversion of one column, made once.
 pub(super) struct Renderer {
@@ -46,7 +46,7 @@ impl Renderer {
     /// Bytes that rendering an image of a width and a height takes at most beside the pixels and the tensor.
     pub(super) fn scratch_bytes(&self, size: (u32, u32)) -> Result<u64, ImageError> {
         let [height, width] = self.options.size;
-        check_scratch(size, (width, height), self.options.channels)
+        check_scratch(size, (width, height), self.options.filter, self.options.channels)
     }
 
     /// Bytes of the tensor of one image.
@@ -110,11 +110,15 @@ impl Renderer {
     }
 }
 
-/// Bytes that scaling takes at most beside the pixels and the result: the columns of the source in the rows of the result
-/// or the rows in its columns, and the weights of each. An image of one row can be millions of pixels wide.
-pub(super) fn scratch_bytes(source: (u32, u32), out: (u32, u32), channels: Channels) -> u64 {
+/// Bytes that scaling takes beside the pixels and the result: those between the two passes, and the weights. An image of one
+/// row can be millions of pixels wide.
+pub(super) fn scratch_bytes(source: (u32, u32), out: (u32, u32), filter: Filter, channels: Channels) -> u64 {
     let (width, height) = (u64::from(source.0), u64::from(source.1));
-    let between = (width * u64::from(out.1)).max(height * u64::from(out.0));
+    let between = match filter {
+        // Columns first.
+        Filter::Bilinear => width * u64::from(out.1),
+        Filter::Bicubic => height * u64::from(out.0),
+    };
     between.saturating_mul(channels.count() as u64).saturating_add((width + height) * WEIGHT_BYTES)
 }
 
@@ -122,9 +126,10 @@ pub(super) fn scratch_bytes(source: (u32, u32), out: (u32, u32), channels: Chann
 pub(super) fn check_scratch(
     source: (u32, u32),
     out: (u32, u32),
+    filter: Filter,
     channels: Channels,
 ) -> Result<u64, ImageError> {
-    match scratch_bytes(source, out, channels) {
+    match scratch_bytes(source, out, filter, channels) {
         bytes if bytes <= SCRATCH_BYTES_MAX => Ok(bytes),
         _ => Err(ImageError::TooLong {
             width: source.0,

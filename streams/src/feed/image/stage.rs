@@ -380,10 +380,7 @@ impl Shared {
     fn pixels(&self, content: &[u8], renderer: &Renderer) -> Result<(Pixels, Share<'_>), ImageError> {
         let ImageOptions { channels, pixels_max, .. } = *renderer.options();
         decode(content, channels, pixels_max, |demand| {
-            let (width, height) = demand.size;
-            // The orientation may turn the image.
-            let scratch =
-                renderer.scratch_bytes((width, height))?.max(renderer.scratch_bytes((height, width))?);
+            let scratch = renderer.scratch_bytes(demand.size)?;
             Ok(self.budget.take(demand.bytes.saturating_add(scratch)))
         })
     }

@@ -203,9 +203,16 @@ fn images_too_long_to_be_scaled_are_refused_before_they_are_decoded() {
     let size = (1 << 26, 1);
     let error = Renderer::new(hwc(16, 16)).scratch_bytes(size).unwrap_err();
     assert_eq!(error, ImageError::TooLong { width: 1 << 26, height: 1, out_width: 16, out_height: 16 });
+    // Strips in either direction, whose passes differ by filter.
+    for filter in [Filter::Bilinear, Filter::Bicubic] {
+        let upright = ImageOptions { filter, ..hwc(128, 16_384) };
+        Renderer::new(upright).scratch_bytes((16_384, 128)).unwrap();
+    }
+    let tall = ImageOptions { filter: Filter::Bicubic, ..hwc(16, 16) };
+    assert!(Renderer::new(tall).scratch_bytes((1, 1 << 26)).is_err());
     // A panorama of as many pixels.
     let bytes = Renderer::new(hwc(224, 224)).scratch_bytes((1 << 16, 1 << 10)).unwrap();
-    assert!(((1 << 16) * 224 * 3..1 << 26).contains(&bytes), "{bytes}");
+    assert!(((1 << 16) * 224 * 3..1 << 27).contains(&bytes), "{bytes}");
 }
 
 #[test]

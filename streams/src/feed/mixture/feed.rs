@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use arrow::datatypes::{Field, Schema, SchemaRef};
+use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 use futures::future::try_join_all;
 use object_store::ObjectStore;
 
@@ -286,7 +286,8 @@ fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<Schema
             let (Some(other), Some(united)) = (other, united) else {
                 return Err(differs(field.name(), Some(&*field), other));
             };
-            field.set_nullable(field.is_nullable() || other.is_nullable());
+            let nulls_alone = [field.data_type(), other.data_type()].contains(&&DataType::Null);
+            field.set_nullable(field.is_nullable() || other.is_nullable() || nulls_alone);
             field.set_data_type(united);
             // Schemas of datasets have no metadata but the extension type, such as the shape of tensors.
             if field.metadata() != other.metadata() {

@@ -355,11 +355,21 @@ impl fmt::Display for Literal {
         match self {
             Literal::Flag(flag) => write!(f, "{flag}"),
             Literal::Integer(number) | Literal::Time(number) => write!(f, "{number}"),
-            Literal::Float(number) => write!(f, "{number:?}"),
+            Literal::Float(number) => write_float(f, *number),
             Literal::Decimal(number) => f.write_str(number.text()),
             Literal::Above(number) => write!(f, "a number above {number}"),
             Literal::Text(text) => write!(f, "'{}'", text.replace('\'', "''")),
         }
+    }
+}
+
+/// Writes a float so that it is read as the same number: the shortest digits of a large whole one are those of another.
+fn write_float(f: &mut fmt::Formatter<'_>, number: f64) -> fmt::Result {
+    let text = format!("{number:?}");
+    match Decimal::new(&text, number) {
+        None => f.write_str(&text),
+        // A whole number of about 64 bits.
+        Some(_) => write!(f, "{}.0", number as i128),
     }
 }
 

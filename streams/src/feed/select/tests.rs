@@ -301,10 +301,16 @@ fn canonical_texts_keep_what_a_float_would_round_and_nothing_else() {
         ("0.1", "0.1"),
         ("1.00", "1.0"),
         ("18446744073709551616.5", "1.8446744073709552e19"),
-        ("123456789012345678901234.5", "1.2345678901234568e23"),
+        ("123456789012345678901234.5", "1.2345678901234569e23"),
+        // The shortest digits of these floats are those of other integers.
+        ("1152921504606846976.0", "1152921504606846976.0"),
+        ("1.152921504606847e18", "1.152921504606847e18"),
+        ("9223372036854775808.0", "9223372036854775808.0"),
+        ("-9223372036854775808.0", "-9223372036854775808.0"),
     ] {
         let text = canonical(literal);
         assert_eq!(text, format!("\"x\" = {kept}"), "{literal}");
+        assert_eq!(text.parse::<Filter>().unwrap(), format!("x = {literal}").parse().unwrap(), "{literal}");
         assert_eq!(text.parse::<Filter>().unwrap().to_string(), text);
     }
 }

@@ -93,7 +93,7 @@ impl Strict {
         }
     }
 
-    /// Warns once where training goes on without a part of the gradient.
+    /// Warns once where training goes on without a part of the gradient of this worker.
     fn warn_of_losses(&mut self, step: u64) {
         let Some(Losses { elements, lost }) = self.losses else { return };
         if self.warned || lost == 0 || lost.saturating_mul(LOST_PART) < elements {
@@ -172,7 +172,10 @@ impl Reduction for Strict {
         }
         let largest = total.largest();
         if self.tried.suits(largest) {
-            self.warn_of_losses(step);
+            // One line for a job, whatever the number of its workers.
+            if ring.rank() == 0 {
+                self.warn_of_losses(step);
+            }
             return Ok(Reduced::Sum(total));
         }
         tracing::debug!(step, largest, "computing the step in another scale");
