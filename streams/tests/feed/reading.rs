@@ -193,6 +193,9 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
     assert!(error.contains("t/0.parquet") && error.contains("t/2.parquet"), "{error}");
 }
 
+/// Writes the bytes of a file.
+type Format = fn(&[RecordBatch]) -> Vec<u8>;
+
 #[tokio::test]
 async fn fields_of_structs_are_matched_by_name_or_conflict() {
     // Rows from `first` on, with a box of two fields whose values follow from the field's name.
@@ -206,14 +209,12 @@ async fn fields_of_structs_are_matched_by_name_or_conflict() {
         let ids = Arc::new(Int64Array::from_iter_values(first..first + 4)) as ArrayRef;
         RecordBatch::try_from_iter([("id", ids), ("box", boxes)]).unwrap()
     };
-    let of = async |names: [&str; 2], format: fn(&[RecordBatch]) -> Vec<u8>, ending: &str| {
+    let of = async |names: [&str; 2], format: Format, ending: &str| {
         let [first, other] =
             [(0, ["min", "max"]), (4, names)].map(|(first, names)| format(&[file(first, names)]));
         store_of(vec![(&*format!("t/0.{ending}"), first), (&*format!("t/1.{ending}"), other)]).await
     };
-    let formats: [(fn(&[RecordBatch]) -> Vec<u8>, &str); 2] =
-        [(parquet, "parquet"), (|batches| ipc(batches), "arrow")];
-    for (format, ending) in formats {
+    for (format, ending) in [(parquet as Format, "parquet"), (ipc, "arrow")] {
         let store = of(["max", "min"], format, ending).await;
         let batch = &read_epoch(&store, "t").await.unwrap()[0];
         let ids = batch["id"].as_primitive::<arrow::datatypes::Int64Type>().values().to_vec();
