@@ -12,7 +12,7 @@
 //!
 //! The first step begins with 46 fraction bits, which suit largest elements of 0.016 to 1e4 (with 12 shards). The largest
 //! element of a step uses 40 bits or more. Elements down to 1/65,536 of it keep the 24 bits of a float32, smaller ones
-//! fewer, and those below about 1e-12 of it count as 0. [`Scale::losses`] counts these.
+//! fewer, and those below about 1e-12 of it count as 0. [`Scale::underflow`] counts these.
 //!
 //! **Range.** A sum has at most `contributions` values, one per virtual shard. Each is limited to
 //! `(2^63 - 1) / contributions`. No partial or complete sum can therefore overflow, and wrapping addition on
@@ -103,17 +103,17 @@ impl FixedError {
     }
 }
 
-/// Elements of contributions that are not 0.
+/// Elements of contributions that are rounded to 0, among those that are not 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Losses {
-    /// All of them.
+pub struct Underflow {
+    /// All that are not 0.
     pub elements: u64,
     /// Those that are rounded to 0.
     pub lost: u64,
 }
 
-impl std::ops::AddAssign for Losses {
-    fn add_assign(&mut self, other: Losses) {
+impl std::ops::AddAssign for Underflow {
+    fn add_assign(&mut self, other: Underflow) {
         self.elements += other.elements;
         self.lost += other.lost;
     }
@@ -180,14 +180,17 @@ impl Scale {
         add_blocks(*self, values, sum)
     }
 
-    /// Elements that are not 0, and how many of these are 0 in fixed-point form. Takes about as long as [`Scale::add`].
-    pub fn losses(&self, values: &[f32]) -> Losses {
+    /// The elements that are 0 in fixed-point form only. Takes about as long as [`Scale::add`].
+    pub fn underflow(&self, values: &[f32]) -> Underflow {
         // Half a unit is rounded to the even number, which is 0. Both sides are exact, as every f32 is an f64.
         let half = 0.5 / self.factor();
         let count = |is: &dyn Fn(f64) -> bool| {
             values.iter().filter(|value| is(f64::from(value.abs()))).count() as u64
         };
-        Losses { elements: count(&|value| value > 0.0), lost: count(&|value| value > 0.0 && value <= half) }
+        Underflow {
+            elements: count(&|value| value > 0.0),
+            lost: count(&|value| value > 0.0 && value <= half),
+        }
     }
 
     /// The fixed-point form of `values`; for tests and measurements.

@@ -158,15 +158,15 @@ fn elements_far_below_the_largest_are_counted_as_lost() {
     let values = [1.7e18, 1.0, -3.0, 0.0, 1.7e9];
     let scale = scale().for_largest(1.7e18);
     assert_eq!(scale.encode(&values).unwrap()[1..4], [0, 0, 0]);
-    assert_eq!(scale.losses(&values), Losses { elements: 4, lost: 2 });
+    assert_eq!(scale.underflow(&values), Underflow { elements: 4, lost: 2 });
     let unit = 2f32.powi(-40);
     let scale = Scale::new(40, 12).unwrap();
-    let found = scale.losses(&[unit, 0.5 * unit, 0.51 * unit, -0.5 * unit, f32::from_bits(1), -0.0]);
-    assert_eq!(found, Losses { elements: 5, lost: 3 });
+    let found = scale.underflow(&[unit, 0.5 * unit, 0.51 * unit, -0.5 * unit, f32::from_bits(1), -0.0]);
+    assert_eq!(found, Underflow { elements: 5, lost: 3 });
     // Twelve orders of magnitude are summed.
     let values = [1e12, 1.0, -1.0];
     let scale = scale.for_largest(1e12);
-    assert_eq!(scale.losses(&values).lost, 0);
+    assert_eq!(scale.underflow(&values).lost, 0);
     let mut back = [0f32; 3];
     scale.mean_into(&scale.encode(&values).unwrap(), 1, &mut back).unwrap();
     assert!((back[1] - 1.0).abs() < 2e-3 && back[2] == -back[1], "{back:?}");

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::{ReduceError, Reduced, Reduction};
 use crate::collective::Ring;
 use crate::engine::{Buckets, Product, ShardGradients};
-use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Losses, Scale};
+use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale, Underflow};
 use crate::ledger::Tally;
 
 #[cfg(test)]
@@ -45,7 +45,7 @@ pub(super) struct Strict {
     /// Steps since this process began.
     steps: u64,
     /// Elements of this worker that are rounded to 0 in this step; `None` in a step that does not count them.
-    losses: Option<Losses>,
+    underflow: Option<Underflow>,
     warned: bool,
 }
 
@@ -64,7 +64,7 @@ impl Strict {
             products: Vec::new(),
             held: 0,
             steps: 0,
-            losses: None,
+            underflow: None,
             warned: false,
         })
     }
@@ -76,26 +76,26 @@ impl Strict {
         // Stable, though the order within a matrix does not matter for integers.
         products.sort_by_key(|(_, product)| product.range().start);
         for of_matrix in products.chunk_by(|(_, one), (_, other)| one.range() == other.range()) {
-            let counts = self.losses.is_some();
+            let counts = self.underflow.is_some();
             let found = add_products(self.tried, &mut self.sums, of_matrix, counts)?;
-            for ((position, _), (found, losses)) in of_matrix.iter().zip(found) {
+            for ((position, _), (found, underflow)) in of_matrix.iter().zip(found) {
                 let largest = &mut self.largest[*position].1;
                 *largest = largest.max(found);
-                self.count(losses);
+                self.count(underflow);
             }
         }
         Ok(())
     }
 
-    fn count(&mut self, losses: Losses) {
-        if let Some(all) = &mut self.losses {
-            *all += losses;
+    fn count(&mut self, underflow: Underflow) {
+        if let Some(all) = &mut self.underflow {
+            *all += underflow;
         }
     }
 
     /// Warns once where training goes on without a part of the gradient of this worker.
-    fn warn_of_losses(&mut self, step: u64) {
-        let Some(Losses { elements, lost }) = self.losses else { return };
+    fn warn_of_underflow(&mut self, step: u64) {
+        let Some(Underflow { elements, lost }) = self.underflow else { return };
         if self.warned || lost == 0 || lost.saturating_mul(LOST_PART) < elements {
             return;
         }
@@ -115,7 +115,7 @@ impl Reduction for Strict {
 
     fn begin(&mut self) {
         self.tried = self.scale;
-        self.losses = (!self.warned && self.steps.is_multiple_of(COUNTED_STEP)).then(Losses::default);
+        self.underflow = (!self.warned && self.steps.is_multiple_of(COUNTED_STEP)).then(Underflow::default);
         self.steps += 1;
     }
 
@@ -127,7 +127,7 @@ impl Reduction for Strict {
         self.products.clear();
         self.held = 0;
         // The step may begin anew, in another scale.
-        self.losses = self.losses.map(|_| Losses::default());
+        self.underflow = self.underflow.map(|_| Underflow::default());
     }
 
     fn form(&self) -> Option<Arc<Buckets>> {
@@ -142,8 +142,8 @@ impl Reduction for Strict {
             let values = &found.grad[start..end];
             let found = self.tried.add(values, &mut self.sums[place.clone()]);
             largest = largest.max(found.map_err(|error| error.behind(place.start))?);
-            if let Some(losses) = &mut self.losses {
-                *losses += self.tried.losses(values);
+            if let Some(underflow) = &mut self.underflow {
+                *underflow += self.tried.underflow(values);
             }
             start = end;
         }
@@ -174,7 +174,7 @@ impl Reduction for Strict {
         if self.tried.suits(largest) {
             // One line for a job, whatever the number of its workers.
             if ring.rank() == 0 {
-                self.warn_of_losses(step);
+                self.warn_of_underflow(step);
             }
             return Ok(Reduced::Sum(total));
         }
@@ -214,7 +214,7 @@ fn add_products(
     sums: &mut [i64],
     products: &[(usize, Product<f32>)],
     counts: bool,
-) -> Result<Vec<(f32, Losses)>, FixedError> {
+) -> Result<Vec<(f32, Underflow)>, FixedError> {
     let Some((_, first)) = products.first() else { return Ok(Vec::new()) };
     let (start, width) = (first.range().start, first.width());
     let rows = (TILE / width).max(1);
@@ -224,17 +224,18 @@ fn add_products(
             product.rows_into(tile * rows, values);
             let largest =
                 scale.add(values, sums).map_err(|error| error.behind(start + tile * rows * width))?;
-            Ok((largest, if counts { scale.losses(values) } else { Losses::default() }))
+            Ok((largest, if counts { scale.underflow(values) } else { Underflow::default() }))
         };
-        products.iter().map(add).collect::<Result<Vec<(f32, Losses)>, FixedError>>()
+        products.iter().map(add).collect::<Result<Vec<(f32, Underflow)>, FixedError>>()
     };
     let tiles = sums[first.range().clone()].par_chunks_mut(rows * width).enumerate();
-    let of_tiles: Vec<Vec<(f32, Losses)>> = tiles.map_init(Vec::new, add_tile).collect::<Result<_, _>>()?;
-    let mut all = vec![(0.0f32, Losses::default()); products.len()];
+    let of_tiles: Vec<Vec<(f32, Underflow)>> =
+        tiles.map_init(Vec::new, add_tile).collect::<Result<_, _>>()?;
+    let mut all = vec![(0.0f32, Underflow::default()); products.len()];
     for of_tile in of_tiles {
-        for ((largest, losses), (found, lost)) in all.iter_mut().zip(of_tile) {
+        for ((largest, underflow), (found, lost)) in all.iter_mut().zip(of_tile) {
             *largest = largest.max(found);
-            *losses += lost;
+            *underflow += lost;
         }
     }
     Ok(all)

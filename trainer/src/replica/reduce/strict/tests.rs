@@ -125,10 +125,10 @@ fn elements_that_count_as_zero_are_counted_in_some_steps_only() {
         strict.clear(engine.layout().elements());
         add(&engine, &mut strict, 0);
         strict.finish().unwrap();
-        strict.losses
+        strict.underflow
     };
     for in_factors in [false, true] {
-        let Losses { elements, lost } = found(in_factors, 1).unwrap();
+        let Underflow { elements, lost } = found(in_factors, 1).unwrap();
         assert!(
             lost == elements && elements as usize > engine.layout().elements() / 3,
             "{lost} of {elements}"
@@ -184,5 +184,5 @@ fn rows_of_a_product_are_exact_for_whole_numbers() {
         }
     }
     let most = sums.iter().map(|sum| sum.abs() / 2).max().unwrap();
-    assert_eq!(largest, [(most as f32, Losses::default()); 2]);
+    assert_eq!(largest, [(most as f32, Underflow::default()); 2]);
 }
