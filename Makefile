@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test test-build gpu check docs chart cluster cluster-test compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test test-build gpu gpu-programs check docs chart cluster cluster-test compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -30,14 +30,15 @@ test-build: setup-test ## The programs of `make test`, without running them
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 2
 	$(if $(filter no,$(SERVERS)),,MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --tests -- postgres kcat)
-	$(call FUZZ,rustc-quick) --seconds 10 --jobs 2 $(FUZZ_TARGETS)
+	$(call FUZZ,rustc-quick) --seconds 10 --jobs 2 --fixed 1 $(FUZZ_TARGETS)
 
 # The profile of the wheel: release or dev.
 PROFILE ?= release
-# FEATURES=cuda: batches on GPUs.
+# FEATURES=cuda: batches on GPUs. STRIP=--strip: without debugging information.
 FEATURES ?=
+STRIP ?=
 wheel: setup-wheel ## Build the wheel of the Python package into target/wheels (FEATURES=cuda for batches on GPUs)
-	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) $(if $(FEATURES),--features $(FEATURES)) \
+	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) $(if $(FEATURES),--features $(FEATURES)) $(STRIP) \
 		--manifest-path python/Cargo.toml --compatibility linux --out $(BUILDS)/wheels
 
 # A few modules in each of two processes at a time; ARGS are for `discover`, which takes all in one.
@@ -76,18 +77,25 @@ fuzz: setup-test ## Search for inputs that break a parser, each target for TIME=
 	$(call FUZZ,rustc) --seconds $(TIME) $(TARGET)
 
 # Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures. PYTHON names an interpreter that has PyTorch
-# for CUDA, NumPy and pyarrow, for the Python package.
-gpu: setup-gpu ## Training, serving and staging on an NVIDIA GPU, against the processor (skips without one)
-	cargo build --locked --features cuda
-	cargo test --locked -p millrace-trainer --features cuda --lib -- gpu
-	cargo test --locked -p millrace-streams --features cuda --lib -- gpu
-	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so \
-		.local/python-gpu/bin/python scripts/gpu --program $(BUILDS)/debug/millrace $(ARGS)
-	$(if $(PYTHON),rm -rf .local/gpu-package $(BUILDS)/wheels/millrace-*.whl)
-	$(if $(PYTHON),$(MAKE) --no-print-directory wheel PROFILE=dev FEATURES=cuda)
-	$(if $(PYTHON),$(PYTHON) -m pip install --quiet --no-index --no-deps --target .local/gpu-package $(BUILDS)/wheels/millrace-*.whl)
-	$(if $(PYTHON),PYTHONPATH=.local/gpu-package TEST_PROGRAM=$(BUILDS)/debug/millrace \
+# for CUDA, NumPy, pyarrow and onnx, for the Python package and the comparison with PyTorch. PROGRAMS names a folder that
+# `make gpu-programs` has filled on a machine with Rust.
+PROGRAMS ?=
+GPU_PROGRAMS = $(abspath $(or $(PROGRAMS),.local/gpu-programs))
+gpu: setup-gpu $(if $(PROGRAMS),,gpu-programs) ## Training, serving and staging on an NVIDIA GPU, against the processor (skips without one)
+	env -C trainer CARGO_MANIFEST_DIR=$(CURDIR)/trainer $(GPU_PROGRAMS)/trainer-tests gpu
+	env -C streams CARGO_MANIFEST_DIR=$(CURDIR)/streams $(GPU_PROGRAMS)/streams-tests gpu
+	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so .local/python-gpu/bin/python scripts/gpu \
+		--program $(GPU_PROGRAMS)/millrace $(if $(PYTHON),--torch $(PYTHON)) $(ARGS)
+	$(if $(PYTHON),rm -rf .local/gpu-package)
+	$(if $(PYTHON),$(PYTHON) -m pip install --quiet --no-index --no-deps --target .local/gpu-package $(GPU_PROGRAMS)/millrace-*.whl)
+	$(if $(PYTHON),PYTHONPATH=.local/gpu-package TEST_PROGRAM=$(GPU_PROGRAMS)/millrace \
 		$(PYTHON) -m unittest discover --start-directory python/tests --pattern test_staging.py)
+
+gpu-programs: setup-test ## What `make gpu` runs, stripped, built on a machine without a GPU (RELEASE=yes: slower to build)
+	scripts/gpu-programs $(GPU_PROGRAMS) $(if $(RELEASE),--release)
+	rm -f $(GPU_PROGRAMS)/millrace-*.whl $(BUILDS)/wheels/millrace-*.whl
+	@$(MAKE) --no-print-directory wheel PROFILE=dev FEATURES=cuda STRIP=--strip
+	cp $(BUILDS)/wheels/millrace-*.whl $(GPU_PROGRAMS)
 
 # With the CUDA code: `make test` compiles the rest without it. One set of features checks the dependencies once.
 check: setup-test docs ## Format, lints and documentation, the code for CUDA included

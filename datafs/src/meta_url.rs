@@ -1,7 +1,7 @@
 //! The URL of a metadata server. It may contain a password, which `Debug` and `Display` hide.
 
-use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -19,39 +19,67 @@ impl MetaUrl {
         &self.0
     }
 
-    /// The URL without its password.
+    /// The URL without its password. What is redacted stays so.
     pub fn redacted(&self) -> MetaUrl {
+        let mut url = self.redacted_once();
+        // What is hidden may have held the mark by which another password is found. Each round hides more of the text.
+        loop {
+            let again = url.redacted_once();
+            if again == url {
+                return url;
+            }
+            url = again;
+        }
+    }
+
+    fn redacted_once(&self) -> MetaUrl {
         let is_scheme =
             |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
         let Some((scheme, rest)) = self.0.split_once("://").filter(|(scheme, _)| is_scheme(scheme)) else {
             // Not a URL: opening it fails later; hide all of it.
             return MetaUrl("***".into());
         };
-        // The engine ends the user and the password at the first `@` of the whole URL. Hidden is all up to the last
-        // one, which hides too much where an option holds one.
-        let (user, tail) = match rest.rfind('@') {
-            Some(at) if rest[..at].contains(':') => {
-                let end = rest.find([':', '/', '?']).unwrap_or(at);
-                (format!("{}:***", &rest[..end]), &rest[at..])
+        let mut shown = format!("{scheme}://");
+        let mut at = 0;
+        for hidden in secrets(rest) {
+            // What two rules hide overlaps where a password has an `@` or a `?` of its own.
+            if hidden.start >= at {
+                shown += &rest[at..hidden.start];
+                shown += "***";
             }
-            _ => (String::new(), rest),
-        };
-        let options = tail.split('&').map(without_password).collect::<Vec<_>>().join("&");
-        MetaUrl(format!("{scheme}://{user}{options}"))
+            at = at.max(hidden.end);
+        }
+        MetaUrl(shown + &rest[at..])
     }
 }
 
-/// A part of a URL between two `&`, with its text after `password=` hidden. A name with an escape may be `password`,
+/// The places of passwords in a URL without its scheme, ordered by their starts. They may overlap.
+fn secrets(rest: &str) -> Vec<Range<usize>> {
+    let mut secrets = Vec::new();
+    // The engine ends the user and the password at the first `@` of the whole URL. Hidden is all up to the last one,
+    // which hides too much where an option holds one.
+    if let Some(last) = rest.rfind('@').filter(|last| rest[..*last].contains(':')) {
+        let user = rest.find([':', '/', '?']).unwrap_or(last);
+        secrets.push(user + usize::from(rest[user..].starts_with(':'))..last);
+    }
+    let mut start = 0;
+    for part in rest.split('&') {
+        let end = start + part.len();
+        secrets.extend(password(part).map(|password| start + password..end));
+        start = end + 1;
+    }
+    secrets.sort_by_key(|secret| secret.start);
+    secrets
+}
+
+/// Where the text after `password=` begins in a part of a URL between two `&`. A name with an escape may be `password`,
 /// too.
-fn without_password(part: &str) -> Cow<'_, str> {
+fn password(part: &str) -> Option<usize> {
     let is_password = |end: &usize| {
         let name = part[..*end].rsplit('?').next().unwrap_or_default();
         name == "password" || name.contains('%')
     };
-    match part.match_indices('=').map(|(at, _)| at).find(is_password) {
-        Some(end) => format!("{}=***", &part[..end]).into(),
-        None => part.into(),
-    }
+    Some(part.match_indices('=').map(|(at, _)| at).find(is_password)? + 1)
 }
 
 impl From<String> for MetaUrl {
@@ -88,8 +116,14 @@ mod tests {
             ("postgres:///d?host=/run&password=s3cret&user=u", "postgres:///d?host=/run&password=***&user=u"),
             ("me:s3cret@h", "***"),
             ("password=s3cret postgres://h/d", "***"),
-            ("postgres://me/x:s3cret@h/d", "postgres://me:***@h/d"),
+            ("postgres://me/x:s3cret@h/d", "postgres://me***@h/d"),
+            // What is shown of a user does not look like a password.
+            ("postgres://me/x:postgres://me:@h/d", "postgres://me***@h/d"),
             ("postgres:///d?host=/run&p%61ssword=s3cret", "postgres:///d?host=/run&p%61ssword=***"),
+            ("postgres://u@h:5432/d?password=cret@s3&x=1", "postgres://u@h:***&x=1"),
+            ("postgres://me:?password=cret@s3", "postgres://me:***"),
+            ("postgres://me:s3cret@h/d?password=s3", "postgres://me:***@h/d?password=***"),
+            ("postgres://password=x/y&a:s3@h", "postgres://password=***"),
             ("postgres://a?b=c@h/d?password=s3?cret", "postgres://a?b=c@h/d?password=***"),
         ] {
             let url = MetaUrl::from(url.to_owned());

@@ -116,6 +116,8 @@ pub(crate) fn name(input: &[u8]) {
         && password.len() >= 4
         && !password.contains('*')
         && text.matches(&password).count() == 1
+        // The text may have escapes, and the same characters elsewhere.
+        && fuzzing::password(&text.replacen(&password, "x", 1)).as_deref() == Some(b"x")
     {
         assert!(!shown.contains(&password), "{shown} shows the password");
     }

@@ -1,13 +1,17 @@
 //! The fuzzer: libFuzzer on the targets of this crate, each in a process of its own.
 //!
-//! `fuzz [--seconds N] [--jobs N] [TARGET…]` writes the seeds of each target to its working corpus, runs it, and
-//! fails if an input breaks a property. The input is then in a file that the output names. `fuzz/rustc` compiles
-//! the crates under test with the coverage counters that libFuzzer reads.
+//! `fuzz [--seconds N] [--jobs N] [--fixed N] [TARGET…]` writes the seeds of each target to its working corpus, runs it,
+//! and fails if an input breaks a property. The input is then in a file that the output names. With `--fixed`, N is the
+//! number that libFuzzer's choices start from, and the corpus is that of the repository only: a run repeats an earlier
+//! one as far as the program under test does, and a new finding is one of the change at hand.
+//!
+//! `fuzz/rustc` compiles the crates under test with the coverage counters that libFuzzer reads.
 #![allow(unsafe_code, clippy::print_stderr)]
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char, c_int};
 use std::fs;
+use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -70,12 +74,13 @@ extern "C" fn run(input: *const u8, length: usize) -> c_int {
 
 /// Runs a child for each target.
 fn parent() -> ExitCode {
-    let (mut seconds, mut jobs, mut names) = (60, 1, Vec::new());
+    let (mut seconds, mut jobs, mut fixed, mut names) = (60, 1, 0, Vec::new());
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let number = match argument.as_str() {
             "--seconds" => &mut seconds,
             "--jobs" => &mut jobs,
+            "--fixed" => &mut fixed,
             name => {
                 names.push(name.to_owned());
                 continue;
@@ -98,7 +103,7 @@ fn parent() -> ExitCode {
         for _ in 0..jobs.max(1) {
             scope.spawn(|| {
                 while let Some(target) = next(&waiting) {
-                    if !fuzz(target, seconds) {
+                    if !fuzz(target, seconds, NonZeroU64::new(fixed)) {
                         failed.lock().expect("no thread panics").push(target.name);
                     }
                 }
@@ -118,9 +123,13 @@ fn next(waiting: &Mutex<VecDeque<&'static Target>>) -> Option<&'static Target> {
 }
 
 /// Fuzzes one target; false if an input fails.
-fn fuzz(target: &Target, seconds: u64) -> bool {
+fn fuzz(target: &Target, seconds: u64, fixed: Option<NonZeroU64>) -> bool {
     let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
-    let corpus = work.join(target.name);
+    let corpus =
+        work.join(if fixed.is_some() { format!("{}-fixed", target.name) } else { target.name.to_owned() });
+    if fixed.is_some() && corpus.exists() {
+        fs::remove_dir_all(&corpus).expect("the folder of builds gives up the corpus");
+    }
     let committed = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
     fs::create_dir_all(&corpus).expect("the folder of builds takes the corpus");
     for (number, seed) in (target.seeds)().into_iter().enumerate() {
@@ -133,6 +142,7 @@ fn fuzz(target: &Target, seconds: u64) -> bool {
     let status = Command::new(std::env::current_exe().expect("the path of this program"))
         .env(TARGET, target.name)
         .arg(format!("-max_total_time={seconds}"))
+        .args(fixed.map(|fixed| format!("-seed={fixed}")))
         .arg(format!("-max_len={}", target.bytes_max))
         .arg(format!("-timeout={TIMEOUT_SECONDS}"))
         .arg(format!("-rss_limit_mb={MEMORY_MIB}"))

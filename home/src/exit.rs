@@ -154,6 +154,7 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
         | E::DuplicateColumn { .. }
         | E::MixedFormats { .. }
         | E::SlotsHeld { .. }
+        | E::OtherContent { .. }
         | E::Changed { .. } => Exit::Conflict,
         E::Device { .. } => Exit::Unavailable,
         _ => Exit::Failed,

@@ -312,12 +312,16 @@ def _compare(
 
 def _import(name: str, file: Path, program: str, target: Volume) -> dict[str, Any]:
     """Lets the program check the graph and publish it as the next version, in one step with what is beside it."""
-    rounds.check(target._native, f"publish {name}")
+    expected = rounds.expected(target._native, f"publish {name}")
     command = [program, "--home", os.fspath(target._native.home), "--json", "model", "import", str(file)]
     command += ["--name", name, "--volume", target.name]
+    if expected is not None:
+        command += ["--expect-key", f"{expected[0]}={expected[1].decode()}"]
     command += ["--lineage", str(file.with_name("lineage.json")), "--training", str(file.with_name(_RECORD))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
+        # A later round may have begun meanwhile.
+        rounds.check(target._native, f"publish {name}")
         text = done.stderr.strip().removeprefix("millrace: ")
         raise _ERRORS.get(done.returncode, Error)(f"publish {name}: {text}")
     manifest: dict[str, Any] = json.loads(done.stdout)

@@ -490,16 +490,25 @@ class Feed:
         self._check_offsets()
         datasets = self._reader.datasets
         source = datasets[0][0] if self._until is None else Mixture(dict(datasets), until=self._until)
-        return _restore, (type(self), source, self._arguments, self.state_dict())
+        return _restore, (type(self), source, self._arguments, self.state_dict(), self._reader.contents)
 
     def __repr__(self) -> str:
         at = f"rank {self._arguments['rank']} of {self._arguments['world']}"
         return f"<millrace.Feed {self.dataset} {at}, row {self._place}>"
 
 
-def _restore(kind: type[Feed], dataset: str | Mixture, arguments: dict[str, Any], state: dict[str, Any]) -> Feed:
+def _restore(
+    kind: type[Feed],
+    dataset: str | Mixture,
+    arguments: dict[str, Any],
+    state: dict[str, Any],
+    contents: list[str | None] | None = None,
+) -> Feed:
     feed = kind(dataset, **arguments)
     feed.load_state_dict(state)
+    # Those who have read both would mix them in one epoch.
+    if contents is not None:
+        feed._reader.check_contents(contents)
     return feed
 
 

@@ -1,8 +1,10 @@
 """The fence of a training script's rounds: a process of an earlier round writes no file of a volume any more.
 
 ``millrace train --script`` begins a round without a machine that it has lost. That machine's processes may go on for a
-while, or for long if its launcher hangs. Each round has a number. The first process of a round that opens a live volume
-stores the number there, and every file that a process makes visible expects it, in the same transaction.
+while, or for long if its launcher hangs: also when the job was started again meanwhile, more than once. Each call of
+``millrace train`` has a number in its home, each round of it another one, and both only grow. The first process of a round
+that opens a live volume stores the numbers there, and every file that a process makes visible expects them, in the same
+transaction.
 
 Removing, moving and making folders look before, not in the same transaction. Files that are written through a mount, or
 outside of volumes, are not fenced.
@@ -18,10 +20,8 @@ from functools import cache
 from millrace import _native
 from millrace.errors import ConflictError, Error
 
-# Keys of volumes, one for a run: the number of the newest round and the run before, or _OVER.
+# Keys of volumes, one for a job of a home: the numbers of the newest launch and round, and the run.
 _PREFIX = "script-round/"
-# The value once a later run of the job has begun.
-_OVER = b"over"
 # Other processes of the round change the same key at the same time.
 _ATTEMPTS = 100
 
@@ -32,32 +32,34 @@ class _Round:
 
     job: str
     run: str
+    # The job in the home of its launcher.
+    id: str
+    launch: int
     number: int
-    # The run of the same job and home whose launcher has ended.
-    former: str | None
 
     @property
     def key(self) -> str:
-        return _PREFIX + self.run
+        return _PREFIX + self.id
 
     @property
     def value(self) -> bytes:
-        return f"{self.number} {self.former or ''}".encode()
+        return f"{self.launch} {self.number} {self.run}".encode()
 
 
 @cache
 def _own() -> _Round | None:
     """None outside of ``millrace train --script``."""
     run, number = os.environ.get("MILLRACE_RUN", ""), os.environ.get("MILLRACE_ROUND", "")
-    if not _is_run(run) or not (number.isascii() and number.isdecimal()):
+    id, _, launch = os.environ.get("MILLRACE_LAUNCH", "").partition(":")
+    if not re.fullmatch("[0-9a-f]{64}", run) or not _is_number(number):
         return None
-    former = os.environ.get("MILLRACE_FORMER_RUN", "")
-    job = os.environ.get("MILLRACE_JOB", "")
-    return _Round(job, run, int(number), former if _is_run(former) and former != run else None)
+    if not re.fullmatch("[0-9a-f]{32}", id) or not _is_number(launch):
+        raise Error("MILLRACE_LAUNCH is missing: install the version of the program millrace that this package has")
+    return _Round(os.environ.get("MILLRACE_JOB", ""), run, id, int(launch), int(number))
 
 
-def _is_run(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{64}", text) is not None
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 20
 
 
 def is_fenced() -> bool:
@@ -109,6 +111,15 @@ def commit(volume: _native.Volume, file: _native.Writer, what: str) -> None:
         raise
 
 
+def expected(volume: _native.Volume, what: str) -> tuple[str, bytes] | None:
+    """The key of the volume and its value that another program's transaction has to expect.
+
+    :raises millrace.ConflictError: that begins with ``what``, if this process belongs to an earlier round.
+    """
+    own = _claim(volume, what)
+    return None if own is None else (own.key, own.value)
+
+
 def _claim(volume: _native.Volume, what: str) -> _Round | None:
     own = _own()
     if own is None:
@@ -117,30 +128,26 @@ def _claim(volume: _native.Volume, what: str) -> _Round | None:
         found = volume.key(own.key)
         if found == own.value:
             return own
-        if found is not None and (found == _OVER or _number(found) >= own.number):
+        if _numbers(found) >= (own.launch, own.number):
             raise _refused(own, found, what)
-        put, delete = [(own.key, own.value)], []
-        if found is None and own.former is not None:
-            # Two runs of a job have a key at most.
-            before = (volume.key(_PREFIX + own.former) or b"").decode(errors="replace").partition(" ")[2]
-            delete = [_PREFIX + before] if _is_run(before) else []
-            put.append((_PREFIX + own.former, _OVER))
         try:
-            volume.publish([], put=put, delete=delete, expect=[(own.key, found)], absent=[])
+            volume.publish([], put=[(own.key, own.value)], delete=[], expect=[(own.key, found)], absent=[])
         except ConflictError:
             continue
         return own
     raise ConflictError(f"{what}: other processes change the key {own.key} again and again; try again")
 
 
-def _number(value: bytes) -> int:
-    """The number of a value; 0 for one that is none."""
-    number = value.partition(b" ")[0]
-    return int(number) if number.isdigit() and len(number) <= 20 else 0
+def _numbers(value: bytes | None) -> tuple[int, int]:
+    """The launch and the round of a value; 0 for what is none."""
+    launch, _, rest = (value or b"").decode(errors="replace").partition(" ")
+    number = rest.partition(" ")[0]
+    return (int(launch), int(number)) if _is_number(launch) and _is_number(number) else (0, 0)
 
 
-def _refused(own: _Round, found: bytes, what: str) -> ConflictError:
-    later = f"a later run of job {own.job}" if found == _OVER else f"round {_number(found)} of job {own.job}"
+def _refused(own: _Round, found: bytes | None, what: str) -> ConflictError:
+    launch, number = _numbers(found)
+    later = f"a later run of job {own.job}" if launch > own.launch else f"round {number} of job {own.job}"
     return ConflictError(
         f"{what}: {later} has begun, and this process belongs to round {own.number} of run {own.run:.12}, whose launcher "
         f"was lost; nothing was changed: end this process"

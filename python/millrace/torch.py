@@ -170,6 +170,9 @@ class FeedDataset(IterableDataset):
     to :meth:`load_state_dict`. :meth:`set_epoch` says where the next loop begins, also to persistent workers. Without workers,
     a feed without end goes on where the loop before was left.
 
+    Loops over one object follow each other: give loops that run at the same time, as of ``zip``, an object each. A process
+    that gets the object by fork or spawn, and is no worker of a loader, has a position of its own.
+
     The first and the last batch of a loop may be short. ``len`` is the number of batches of the loop that has begun last.
     Loops differ by one batch where ``batch_rows`` does not divide the rows of an epoch. For the steps of ``n`` epochs, sum
     ``len`` after ``set_epoch`` of each, or read them in one loop with ``epochs=n``: see ``Feed.__len__``.
@@ -187,12 +190,29 @@ class FeedDataset(IterableDataset):
         # The iteration of the last loop without workers; none once the position was set since.
         self._alone: Iteration | None = None
         self._progress = Progress()
+        # The process that shares the numbers with its workers.
+        self._owner = os.getpid()
         # The position of the loop's process that this object knows.
         self._version = self._progress.version
         # Whether a state was loaded in this worker, whose position that is then.
         self._is_placed = False
 
+    def _part(self) -> None:
+        """In a process that got this object by fork or spawn and is no worker: share no position with the one before.
+
+        Behind the loop that workers of the process before have begun, or at the position of this object.
+        """
+        if self._owner == os.getpid() or get_worker_info() is not None:
+            return
+        before = self._progress.begun(self._version)
+        self._owner, self._progress, self._begun = os.getpid(), Progress(), None
+        if before is not None and before.end < _ENDLESS:
+            self.feed._set_place(before.end)
+            self._shared = self._alone = None
+        self._moved()
+
     def __iter__(self) -> Iterator[Any]:
+        self._part()
         info = get_worker_info()
         try:
             self._check_division(1 if info is None else info.num_workers)
@@ -378,6 +398,7 @@ class FeedDataset(IterableDataset):
             yield batch
 
     def __len__(self) -> int:
+        self._part()
         before = None if get_worker_info() is not None else self._progress.begun(self._version)
         if before is None or before.end >= _ENDLESS:
             return len(self.feed)
@@ -388,6 +409,7 @@ class FeedDataset(IterableDataset):
         """Begin the next iteration at the first row of an epoch."""
         # accelerate calls this in every process, and lets only the first one read: the others would wait for it.
         self._check_division(1)
+        self._part()
         self.feed.set_epoch(epoch)
         self._shared = self._begun = self._alone = None
         self._moved()
@@ -408,6 +430,7 @@ class FeedDataset(IterableDataset):
         :raises millrace.UsageError: in the process of a loop whose workers have begun to read. Only the loop knows what it
             has taken: see :meth:`state_after`.
         """
+        self._part()
         if self._shared is not None:
             return {"plan": self.feed.plan, **self._shared, **self.feed._offsets()}
         if get_worker_info() is not None and self.feed._has_ended:
@@ -426,6 +449,7 @@ class FeedDataset(IterableDataset):
 
         It resumes with any number of workers and ranks.
         """
+        self._part()
         before = None if get_worker_info() is not None else self._progress.begun(self._version)
         if before is not None:
             return self.feed._state_after(before.start, batches)
@@ -435,6 +459,7 @@ class FeedDataset(IterableDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a position; that of one of several workers needs the same number of workers."""
+        self._part()
         if "workers" not in state:
             self.feed.load_state_dict(state)
             self._shared = self._begun = self._alone = None
@@ -466,7 +491,7 @@ class FeedDataset(IterableDataset):
         place = state.pop("_copied_from", None)
         self.__dict__.update(state)
         if self._progress is None:
-            self._progress = Progress()
+            self._progress, self._owner = Progress(), os.getpid()
         if place is not None:
             self.feed._set_place(place)
 

@@ -99,6 +99,10 @@ pub(crate) struct Reader {
     schema: SchemaRef,
     id: PlanId,
     order_id: PlanId,
+    /// [`OpenDataset::content`] of each dataset.
+    ///
+    /// [`OpenDataset::content`]: millrace_streams::dataset::OpenDataset::content
+    contents: Vec<Option<String>>,
     rows: u64,
     epochs: Epochs,
     epoch_rows: Option<EpochRows>,
@@ -238,6 +242,17 @@ impl Reader {
         check().map_err(|error: FeedError| self.refused(py, &error))
     }
 
+    /// What tells the content of each dataset from that of another one with the same plan; none where that is unknown.
+    #[getter]
+    fn contents(&self) -> Vec<Option<String>> {
+        self.contents.clone()
+    }
+
+    /// Checks that another reader, of another process, has read the same content.
+    fn check_contents(&self, py: Python<'_>, contents: Vec<Option<String>>) -> PyResult<()> {
+        self.check_content(&contents).map_err(|error| Failure::from(error).raise(py))
+    }
+
     /// A reader of the order in which a position counts, with the batches of this one; none if it is that of this reader.
     fn in_order(&self, py: Python<'_>, order: &str) -> PyResult<Option<Reader>> {
         let order = order.parse::<PlanId>().map_err(|error| self.refused(py, &error))?;
@@ -359,7 +374,7 @@ impl Reader {
     ) -> Result<Reader> {
         let has_found_offsets =
             recipe.sources.datasets.iter().any(|(spec, _)| spec.is_moving() && spec.topic().is_some());
-        let (sources, feed) = recipe.open(engine)?;
+        let (sources, feed, contents) = recipe.open(engine)?;
         let schema = Arc::clone(feed.schema());
         format.check(&schema)?;
         let (id, order_id, rows) = (feed.id(), feed.order_id(), feed.rows());
@@ -376,6 +391,7 @@ impl Reader {
             schema,
             id,
             order_id,
+            contents,
             rows,
             epochs,
             epoch_rows,
@@ -389,6 +405,17 @@ impl Reader {
 
     fn refused(&self, py: Python<'_>, error: &FeedError) -> PyErr {
         Failure::Usage(format!("resume {}: {error}", self.recipe.sources)).raise(py)
+    }
+
+    fn check_content(&self, contents: &[Option<String>]) -> Result<(), FeedError> {
+        let differs = |(ours, theirs): (&Option<String>, &Option<String>)| {
+            ours.is_some() && theirs.is_some() && ours != theirs
+        };
+        let datasets = self.recipe.sources.datasets.iter();
+        match datasets.zip(self.contents.iter().zip(contents)).find(|(_, pair)| differs(*pair)) {
+            Some(((dataset, _), _)) => Err(FeedError::OtherContent { dataset: dataset.to_string() }),
+            None => Ok(()),
+        }
     }
 
     /// Waits for the next batch, for [`SLICE`] at most.
@@ -470,13 +497,14 @@ impl Reader {
         }
     }
 
-    /// Opens the feed again, for example after a fork. The plan must be the same.
+    /// Opens the feed again, for example after a fork. Plan and content must be the same.
     fn reopen(&self, engine: &Engine) -> Result<Reading> {
-        let (_, feed) = self.recipe.open(engine)?;
+        let (_, feed, contents) = self.recipe.open(engine)?;
         let (cursor, plan) = (self.id, feed.id());
         if cursor != plan {
             return Err(FeedError::OtherPlan { cursor, plan }.into());
         }
+        self.check_content(&contents)?;
         let staging = self.recipe.staging(&feed, self.shard)?;
         Ok(Reading { feed, stream: None, staging })
     }
@@ -525,8 +553,8 @@ impl Recipe {
         Ok(Some(Staging::new(feed.schema(), rows, Device::open(device)?)?))
     }
 
-    /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed.
-    fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed)> {
+    /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed. Gives also their contents.
+    fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed, Vec<Option<String>>)> {
         let volumes = engine.volumes(&self.home)?;
         let has_topic = self.sources.datasets.iter().any(|(spec, _)| spec.topic().is_some());
         let kafka = if has_topic { Some(engine.kafka(&self.home)?) } else { None };
@@ -539,6 +567,10 @@ impl Recipe {
             let specs = datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight));
             let sources = Sources { datasets: specs.collect(), until: self.sources.until };
             let read = &self.reading;
+            let mut contents = Vec::with_capacity(datasets.len());
+            for (dataset, _) in &datasets {
+                contents.push(dataset.content().await?);
+            }
             let feed: AnyFeed = match (&datasets[..], self.sources.until) {
                 ([(dataset, _)], None) => {
                     let plan = dataset.plan(&self.options).await?;
@@ -558,7 +590,7 @@ impl Recipe {
                     MixtureFeed::open(mixture, &stores, read)?.into()
                 }
             };
-            Ok((sources, feed))
+            Ok((sources, feed, contents))
         });
         opened.unwrap_or_else(|| Err(FeedError::Stopped { file: self.sources.to_string() }.into()))
     }

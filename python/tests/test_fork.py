@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import select
 import subprocess
 import threading
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import millrace
-from support import DATASET, DEADLINE_S, HomeCase, digest, ids_of, python, run
+import pyarrow.parquet
+from support import DATASET, DEADLINE_S, HomeCase, digest, ids_of, python, rows, run
 
 
 def read(feed: millrace.Feed, answers: Any) -> None:
@@ -226,6 +228,31 @@ sys.stdin.read()
         millrace.close()
         with self.assertRaisesRegex(millrace.UsageError, feed.plan):
             next(feed)
+
+    def test_a_dataset_with_other_files_of_the_same_sizes_is_not_mixed_with_the_old_one(self) -> None:
+        def write(offset: int) -> None:
+            with millrace.Volume("twins", create=True, home=self.home).open("/0.parquet", "wb") as out:
+                pyarrow.parquet.write_table(rows(offset, 64).select(["id"]), out, compression="none", use_dictionary=False)
+
+        def opened() -> list[millrace.Feed]:
+            return [millrace.Feed(f"twins{at}:/", columns=["id"], batch_rows=8, home=self.home) for at in ("", "@v1")]
+
+        write(0)
+        millrace.Volume("twins", home=self.home).snapshot("v1")
+        feeds = opened()
+        before = [ids_of(next(feed)) for feed in feeds]
+        copies = [pickle.dumps(feed) for feed in feeds]
+        millrace.close()
+        run(self.home, "volume", "delete", "twins", "--yes")
+        write(1000)
+        millrace.Volume("twins", home=self.home).snapshot("v1")
+        for feed, copy, ids, again in zip(feeds, copies, before, opened()):
+            for read in (lambda: next(feed), lambda: pickle.loads(copy)):
+                with self.assertRaisesRegex(millrace.ConflictError, "twins.* was replaced since the feed was opened"):
+                    read()
+            # The plans are the same.
+            self.assertEqual(again.plan, feed.plan)
+            self.assertEqual(ids_of(next(again)), [at + 1000 for at in ids])
 
 
 if __name__ == "__main__":

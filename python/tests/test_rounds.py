@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import millrace
-from support import DEADLINE_S, HomeCase, python, torch2_or_skip
+from support import DEADLINE_S, HomeCase, error_of, python, run, torch2_or_skip
 
 FIRST, SECOND, THIRD = ("1" * 64, "2" * 64, "3" * 64)
 
@@ -33,11 +35,11 @@ class RoundsTest(HomeCase):
         super().setUpClass()
         cls.volume = millrace.Volume("runs", create=True, home=cls.home)
 
-    def process(self, run: str, number: int, former: str = "") -> subprocess.Popen[str]:
-        """A process of a round, which has opened the volume."""
+    def process(self, run: str, number: int, job: str | None = None, launch: int = 1) -> subprocess.Popen[str]:
+        """A process of a round, which has opened the volume: of a job of its own unless one is named."""
         values = {
-            "MILLRACE_JOB": "j", "MILLRACE_RUN": run, "MILLRACE_ROUND": str(number), "MILLRACE_FORMER_RUN": former,
-            "MILLRACE_RUN_VOLUME": "models",
+            "MILLRACE_JOB": "j", "MILLRACE_RUN": run, "MILLRACE_ROUND": str(number), "MILLRACE_RUN_VOLUME": "models",
+            "MILLRACE_LAUNCH": f"{job or run[:32]}:{launch}",
         }
         with mock.patch.dict(os.environ, values):
             process = python(self.home, PROCESS, stdin=subprocess.PIPE)
@@ -82,23 +84,38 @@ class RoundsTest(HomeCase):
         self.assertEqual(self.write(self.process(SECOND, 1), "/other", "other"), "done")
         self.assertEqual(self.write(later[0], "/checkpoint", "later"), "done")
 
-    def test_the_run_before_is_over_when_the_next_one_of_its_launcher_begins(self) -> None:
-        volume = "old"
+    def test_each_earlier_run_of_a_job_is_over_when_a_later_one_begins(self) -> None:
+        volume, job = "old", "a" * 32
         millrace.Volume(volume, create=True, home=self.home)
         open_old = f"volume = millrace.Volume({volume!r}, home=os.environ['HOME_DIR'])"
-        first, second = self.process(FIRST, 7), self.process(SECOND, 1, FIRST)
+        first, second = self.process(FIRST, 7, job, 1), self.process(SECOND, 1, job, 2)
         self.assertEqual(self.tell(first, open_old), "done")
         self.assertEqual(self.write(first, "/checkpoint", "first"), "done")
         self.assertEqual(self.tell(second, open_old), "done")
-        self.assertRegex(self.write(first, "/checkpoint", "again"), "^ConflictError .*a later run of job j has begun")
-        # A run that had not opened the volume yet.
-        third = self.process(THIRD, 1, SECOND)
-        self.assertEqual(self.tell(third, open_old), "done")
-        self.assertRegex(self.write(second, "/checkpoint", "again"), "^ConflictError .*a later run of job j has begun")
-        self.assertEqual(self.write(third, "/checkpoint", "third"), "done")
+        over = "^ConflictError .*a later run of job j has begun"
+        self.assertRegex(self.write(first, "/checkpoint", "again"), over)
+        # Runs 3 and 4 had no process that opened the volume.
+        fifth = self.process(THIRD, 1, job, 5)
+        self.assertEqual(self.tell(fifth, open_old), "done")
+        for earlier in (first, second):
+            self.assertRegex(self.write(earlier, "/checkpoint", "again"), over)
+        self.assertEqual(self.write(fifth, "/checkpoint", "fifth"), "done")
         native = millrace.Volume(volume, home=self.home)._native
-        kept = [(f"script-round/{SECOND}", b"over"), (f"script-round/{THIRD}", b"1 " + SECOND.encode())]
-        self.assertEqual(native.keys("script-round/"), kept)
+        self.assertEqual(native.keys("script-round/"), [(f"script-round/{job}", b"5 1 " + THIRD.encode())])
+
+    def test_a_model_is_published_by_no_process_whose_round_ends_meanwhile(self) -> None:
+        millrace.Volume("models", create=True, home=self.home)
+        key, value = f"script-round/{'b' * 32}", "1 1 " + FIRST
+        native = millrace.Volume("models", home=self.home)._native
+        native.publish([], put=[(key, value.encode())], delete=[], expect=[(key, None)], absent=[])
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        graph = str(Path(folder.name) / "m.onnx")
+        run(self.home, "model", "init", "mlp", "--inputs", "2", "--classes", "2", graph)
+        arguments = ("model", "import", graph, "--name", "m", "--volume", "models", "--expect-key")
+        told = error_of(self.home, *arguments, f"{key}=1 2 {FIRST}")
+        self.assertIn(f"cannot publish model m to models: key {key} has another value", told)
+        run(self.home, *arguments, f"{key}={value}")
 
     def test_the_volume_of_the_run_is_closed_before_a_later_round_opens_it(self) -> None:
         millrace.Volume("models", create=True, home=self.home)

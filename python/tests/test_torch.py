@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import pickle
 import unittest
 import warnings
@@ -12,6 +13,24 @@ from unittest import mock
 
 import millrace
 from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, require, together, torch_or_skip
+
+
+def train(dataset: Any, turn: Any, other: Any, answers: Any) -> None:
+    """Reads two epochs by turns with another process, and the state after three batches of a third."""
+    from torch.utils.data import DataLoader
+
+    loops = []
+    for _ in range(2):
+        turn.get(timeout=DEADLINE_S)
+        loader = DataLoader(dataset, batch_size=None, num_workers=2)
+        loops.append([int(id) for batch in loader for id in batch["id"]])
+        other.put(None)
+    turn.get(timeout=DEADLINE_S)
+    dataset.set_epoch(0)
+    for _ in itertools.islice(DataLoader(dataset, batch_size=None, num_workers=2), 3):
+        pass
+    answers.put((loops, dataset.state_after(3)["rows"]))
+    other.put(None)
 
 
 class LoaderTest(HomeCase):
@@ -42,6 +61,31 @@ class LoaderTest(HomeCase):
             loaders = [self.loader(workers, rank=rank, world=world) for rank in range(world)]
             self.assertEqual([len(loader) for loader in loaders], [8] * world)
             self.assertEqual(digest(together(loaders)), expected, f"{world} ranks, {workers} workers")
+
+    def test_processes_that_train_on_one_dataset_have_positions_of_their_own(self) -> None:
+        expected = [list(map(int, ids)) for ids in self.ids_of_loops(self.dataset(), 2)]
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            dataset = self.dataset()
+            turns = [context.Queue() for _ in range(3)]
+            processes = [
+                context.Process(target=train, args=(dataset, turns[at], turns[at + 1 & 1], turns[2])) for at in range(2)
+            ]
+            for process in processes:
+                process.start()
+            # They read their epochs by turns.
+            turns[0].put(None)
+            answers = [turns[2].get(timeout=DEADLINE_S) for _ in processes]
+            for process in processes:
+                process.join(DEADLINE_S)
+                self.assertEqual(process.exitcode, 0)
+            for loops, place in answers:
+                self.assertEqual(loops, expected, method)
+                self.assertEqual(place, 3 * 128)
+            self.assertEqual(self.ids_of_loops(dataset, 2), expected)
+
+    def ids_of_loops(self, dataset: Any, loops: int) -> list[list[int]]:
+        return [sum((list(map(int, batch["id"])) for batch in dataset), []) for _ in range(loops)]
 
     def test_lengths_of_loops_add_up_to_the_steps_of_their_epochs(self) -> None:
         dataset = self.dataset(batch_rows=128)

@@ -130,6 +130,14 @@ pub(crate) struct ImportArgs {
     /// A file that is kept beside the graph as training.json
     #[arg(long, value_name = "FILE")]
     pub(crate) training: Option<PathBuf>,
+    /// Import only while a key of the volume has this value. For the Python package
+    #[arg(long, value_name = "KEY=VALUE", requires = "volume", hide = true, value_parser = expected_key)]
+    pub(crate) expect_key: Option<(String, String)>,
+}
+
+fn expected_key(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("give KEY=VALUE")?;
+    Ok((key.to_owned(), value.to_owned()))
 }
 
 /// `millrace model quantize`

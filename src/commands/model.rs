@@ -42,9 +42,17 @@ const MODEL_BYTES_MAX: u64 = 2 << 30;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> {
     match command {
-        ModelCommand::Import(ImportArgs { file, name, volume: Some(volume), lineage, training, .. }) => {
+        ModelCommand::Import(ImportArgs {
+            file,
+            name,
+            volume: Some(volume),
+            lineage,
+            training,
+            expect_key,
+            ..
+        }) => {
             let source = import::Source { file, lineage, training };
-            let bundle = import::into_volume(context, source, name, &volume).await?;
+            let bundle = import::into_volume(context, source, name, &volume, expect_key).await?;
             show_bundle(context.out, &bundle)
         }
         ModelCommand::Rollout(command) => match &command.place().volume {

@@ -174,7 +174,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         ],
         vec![
             "time of rank 0".to_owned(),
-            spent.shares().map_or(String::new(), |shares| {
+            report.spent.shares().map_or(String::new(), |shares| {
                 let texts = shares.map(|(cause, share)| format!("{cause} {:.1} %", 100.0 * share));
                 texts.join(", ")
             }),

@@ -8,6 +8,7 @@
 //! A bounded range of a topic is a dataset, too ([`TopicSpec`]).
 
 mod cache;
+mod column;
 mod confined;
 mod folder;
 mod format;
@@ -33,8 +34,8 @@ pub use topic::{BadRecords, PartitionRange, Since, TopicRange, TopicSpec, Until 
 pub use volume::OpenDataset;
 
 pub(crate) use cache::{CachedBuckets, CachedRows, CachedTokens};
+pub(crate) use column::Column;
 pub(crate) use schema::{Conflict, conform, decode_schema, encode_schema};
-pub(crate) use types::unite;
 
 use std::sync::Arc;
 

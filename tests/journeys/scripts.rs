@@ -1,6 +1,6 @@
 //! Training scripts with `millrace train --script`: shell scripts that write down what they get.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -125,24 +125,25 @@ fn a_killed_process_starts_a_new_round_with_the_environment_of_torchrun() {
 }
 
 #[test]
-fn a_run_knows_the_one_before_so_that_its_files_are_fenced() {
+fn launches_of_a_job_are_numbered_so_that_files_of_earlier_ones_are_fenced() {
     let home = Home::new();
     let told = folder(&home);
     // A script may call the program, which must not take these variables for keys.
-    let text = "echo \"run=$MILLRACE_FORMER_RUN\" > \"$1/env\"\n\"$MILLRACE_PROGRAM\" volume list >&2\n";
+    let text = "echo \"launch=$MILLRACE_LAUNCH\" > \"$1/env\"\n\"$MILLRACE_PROGRAM\" volume list >&2\n";
     let train = script(&home, "train.sh", text);
-    let mut former = String::new();
-    for _ in 0..3 {
+    let mut ids = BTreeSet::new();
+    for number in 1..=3 {
         let mut command = home.command();
-        command.args(["train", "--script", &train, "--json", "--", &told]);
+        command.args(["train", "--script", &train, "--", &told]);
         // That of a job around this one.
-        command.env("MILLRACE_FORMER_RUN", "f0".repeat(32));
-        let mut running = Service::spawn(&mut command);
-        let report = running.object();
-        assert_eq!(running.wait(), Some(0));
-        assert_eq!(environment(&Path::new(&told).join("env"))["run"], former);
-        former = report["run"].as_str().unwrap().to_owned();
+        command.env("MILLRACE_LAUNCH", format!("{}:9", "f0".repeat(16)));
+        assert_eq!(Service::spawn(&mut command).wait(), Some(0));
+        let launch = environment(&Path::new(&told).join("env"))["launch"].clone();
+        let (id, counted) = launch.split_once(':').unwrap();
+        assert_eq!(counted, number.to_string());
+        ids.insert(id.to_owned());
     }
+    assert!(ids.len() == 1 && !ids.contains(&"f0".repeat(16)), "{ids:?}");
 }
 
 #[test]

@@ -717,8 +717,8 @@ pub(crate) fn job_of_run(view: &View, job: &str, run: &str) -> Result<Option<Job
     }
 }
 
-/// The job file of the run of a job that was begun last, if that one is not finished.
-pub(crate) fn unfinished_job(view: &View, job: &str) -> Result<Option<JobFile>> {
+/// The record of the run of a job that was begun last.
+pub(crate) fn last_run(view: &View, job: &str) -> Result<Option<RunRecord>> {
     let prefix = format!("trainer/{job}/checkpoint/");
     let failed = |e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e);
     let mut last: Option<RunRecord> = None;
@@ -728,10 +728,7 @@ pub(crate) fn unfinished_job(view: &View, job: &str) -> Result<Option<JobFile>> 
             last = Some(record);
         }
     }
-    match last.filter(|last| !last.finished) {
-        Some(last) => job_of_run(view, job, &last.run),
-        None => Ok(None),
-    }
+    Ok(last)
 }
 
 /// Name of a run's directory inside the job's directory.

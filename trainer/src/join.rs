@@ -17,7 +17,7 @@ pub use tls::{ClientTls, ServerTls};
 
 /// The protocol between a coordinator and workers of other machines. It grows with every change of the
 /// messages, the ring's frames or the values that a step computes: all workers of a job must have the same.
-pub const PROTOCOL: u32 = 12;
+pub const PROTOCOL: u32 = 13;
 
 /// Fewest characters of a token.
 const TOKEN_CHARS_MIN: usize = 16;

@@ -26,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 use crate::checkpoint::Checkpoints;
 use crate::error::{Error, Result};
 use crate::join::host_name;
+use crate::output;
 
 #[cfg(test)]
 mod tests;
@@ -258,6 +259,17 @@ impl Candidate {
     /// Takes the lease if it is free, has expired, or its holder is `dead`: a holder whose process has certainly
     /// ended. A standby that has waited for a run does not try again what failed; one that starts afterwards does.
     pub(crate) fn look(&mut self, dead: Option<&str>, now: &impl Fn() -> Duration) -> Result<Look> {
+        match self.look_once(dead, now) {
+            // Every later look would fail as well.
+            Err(error) if error.is_declared_dead() => {
+                self.view = output::reopen(&self.view)?;
+                self.look_once(dead, now)
+            }
+            look => look,
+        }
+    }
+
+    fn look_once(&mut self, dead: Option<&str>, now: &impl Fn() -> Duration) -> Result<Look> {
         let (job, lease_key) = (&self.terms.job, lease_key(&self.terms.job));
         let owner_key = Checkpoints::owner_key(job);
         for _ in 0..ATTEMPTS {
@@ -398,6 +410,19 @@ impl Holding {
 
     /// Renews the lease, with a change of its record.
     pub(crate) fn renew(&mut self, change: impl Fn(&mut Record), now: &impl Fn() -> Duration) -> Renewal {
+        match self.renew_once(&change, now) {
+            Renewal::Unknown(error) if error.is_declared_dead() => match output::reopen(&self.view) {
+                Ok(view) => {
+                    self.view = view;
+                    self.renew_once(&change, now)
+                }
+                Err(error) => Renewal::Unknown(error),
+            },
+            renewal => renewal,
+        }
+    }
+
+    fn renew_once(&mut self, change: &impl Fn(&mut Record), now: &impl Fn() -> Duration) -> Renewal {
         let (lease_key, owner_key) = (lease_key(&self.terms.job), Checkpoints::owner_key(&self.terms.job));
         // A renewal whose outcome was unknown may be committed later than a read has missed it.
         for _ in 0..ATTEMPTS {

@@ -68,6 +68,7 @@ pub mod init;
 pub mod job;
 pub mod join;
 mod labels;
+mod last_run;
 pub mod launch;
 mod lease;
 mod ledger;

@@ -49,7 +49,8 @@ impl Output {
     }
 }
 
-fn reopen(view: &View) -> Result<View> {
+/// The same volume through a new registration.
+pub(crate) fn reopen(view: &View) -> Result<View> {
     view.reopen().map_err(|error| match error {
         millrace_datafs::Error::Stale { .. } => Error::Checkpoint {
             place: view.spec().to_string(),

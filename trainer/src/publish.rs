@@ -190,6 +190,7 @@ pub(crate) fn publish(
     }
     let model = model.encode_to_vec();
     let latest_key = format!("{root}/{name}/latest");
+    let mut lowest = 1;
     for _ in 0..ATTEMPTS {
         if let Some(published) = standing(&key)? {
             return Ok(Some((published, true)));
@@ -207,7 +208,7 @@ pub(crate) fn publish(
         let free = runtime
             .block_on(millrace_bundle::next_version(store.as_ref(), root, name.as_str()))
             .map_err(bad)?;
-        let version = free.max(last + 1);
+        let version = free.max(last.saturating_add(1)).max(lowest);
         let one = job.dataset.one();
         let files = one.and_then(SourceSpec::dataset);
         let mixed = job.dataset.mixture().unwrap_or_default().iter();
@@ -252,6 +253,8 @@ pub(crate) fn publish(
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let owner_key = Checkpoints::owner_key(job.name.as_str());
         let mut publish = Publish::new()
+            // Also against a folder that another program makes, for example in a mount.
+            .expect_absent(format!("{root}/{name}/{version}"))
             .expect_key(owner_key.clone(), Some(checkpoints.owner.clone().into_bytes()))
             .expect_key(key.clone(), before)
             .put_key(key.clone(), serde_json::to_vec(&published).unwrap_or_default())
@@ -270,6 +273,7 @@ pub(crate) fn publish(
                 return Err(checkpoints.deposed());
             }
             Err(millrace_datafs::Error::Conflict { .. }) => {}
+            Err(millrace_datafs::Error::Exists { .. }) => lowest = version.saturating_add(1),
             Err(error) => {
                 return Err(Error::volume(format!("publish model {name} to {}", output.spec()), error));
             }

@@ -25,6 +25,7 @@ use tokio_util::sync::CancellationToken;
 mod coordinator;
 pub(crate) mod joined;
 mod keeper;
+mod launch;
 mod layout;
 mod messages;
 mod node;
@@ -40,6 +41,7 @@ use crate::lock::JobLock;
 pub use coordinator::ScriptProgress;
 use coordinator::{Outcome, Params};
 pub use keeper::{is_keeper, keep};
+use launch::Launch;
 pub use layout::Framework;
 use messages::Program;
 pub use node::{NodeSettings, OutputSink};
@@ -57,7 +59,7 @@ pub const ENVIRONMENT: [&str; 10] = [
     "MILLRACE_ROLE",
     "MILLRACE_RUN_VOLUME",
     "MILLRACE_DATASET",
-    "MILLRACE_FORMER_RUN",
+    launch::ENV_LAUNCH,
     "MILLRACE_PROGRAM",
     keeper::ENV_MARK,
     keeper::ENV_KEEP,
@@ -280,7 +282,7 @@ impl Prepared {
         let dataset = job.dataset.clone().map(|dataset| resolved(datafs, name, dataset)).transpose()?;
         let run = random::bytes::<32>().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
         let run = hex::encode(run);
-        let former = lock.former().and_then(|holder| holder.strip_prefix(HOLDER)).map(str::to_owned);
+        let launch = Launch::next(home, name)?;
         let program = Program {
             script: script.to_owned(),
             sha256: program::digest(script)?,
@@ -289,7 +291,7 @@ impl Prepared {
             dataset: dataset.map(|dataset| dataset.to_string()),
             volume: job.volume.to_string(),
             grace_ms: job.grace.as_millis() as u64,
-            former,
+            launch,
         };
         if workers_local > 0 {
             Runnable::of(&program)?;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::slice;
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, Name, View, VolumeSpec};
+use millrace_datafs::{Datafs, Name, VolumeSpec};
 use millrace_streams::KafkaConfig;
 use millrace_streams::dataset::{DatasetSpec, OpenDataset, SourceSpec};
 use millrace_streams::feed::{
@@ -13,11 +13,10 @@ use millrace_streams::feed::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint;
 use crate::data::{Columns, InputColumns, Rows, list_length};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::job::{JobFile, ModelSource};
+use crate::job::JobFile;
 use crate::labels::{self, Dictionary};
 use crate::order::Order;
 use crate::scaling::LabelScale;
@@ -127,43 +126,6 @@ pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceS
     {
         let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
         *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
-    }
-    Ok(())
-}
-
-/// Takes over the offsets of the job's last run if that one is unfinished and would be the same with them: a run that is
-/// started again goes on with the records that it has begun with.
-pub(crate) fn keep_offsets(output: &View, job: &mut JobFile) -> Result<()> {
-    if !job.reads_open_topic() {
-        return Ok(());
-    }
-    let Some(theirs) = checkpoint::unfinished_job(output, job.name.as_str())? else { return Ok(()) };
-    let same = job.with_offsets_of(&theirs);
-    let has_same_model = match (&same.model, &theirs.model) {
-        (ModelSource::Init(own), ModelSource::Init(other)) => own == other,
-        // The run itself compares the contents.
-        (ModelSource::File(_), ModelSource::File(_)) => true,
-        _ => false,
-    };
-    if has_same_model && !same.reads_open_topic() && same.digest("", "") == theirs.digest("", "") {
-        tracing::info!(job = %job.name, dataset = %same.dataset, "going on with the offsets of the unfinished run");
-        *job = same;
-    }
-    Ok(())
-}
-
-/// Checks that a job can leave its unfinished run behind: only bounds of a topic mean other rows in a new run.
-pub(crate) fn abandon(output: &View, job: &JobFile) -> Result<()> {
-    if !job.reads_open_topic() {
-        let reason = format!(
-            "--abandon-run is for a topic whose bounds are no offsets, for example topic:NAME@latest; {} has the same rows \
-             in every run, so change the seed to begin a new one",
-            job.dataset
-        );
-        return Err(Error::Job { job: job.name.to_string(), reason });
-    }
-    if let Some(theirs) = checkpoint::unfinished_job(output, job.name.as_str())? {
-        tracing::info!(job = %job.name, dataset = %theirs.dataset, "leaving the unfinished run on these records behind");
     }
     Ok(())
 }

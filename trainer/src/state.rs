@@ -4,7 +4,7 @@
 //! under its own name (`model.NAME`, `best.NAME`, `ema.NAME`, `optimizer.SLOT.NAME`), running statistics as `state.NAME`
 //! and `best_state.NAME`, and the counters as JSON in the file's metadata.
 //! Nothing in it depends on the number of workers.
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
@@ -215,6 +215,13 @@ impl RunState {
         let slots = counters.optimizer_slots.len();
         if slots as u64 > SLOTS_MAX {
             return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
+        }
+        // Tensors are told apart by the slot's name, a dot and the parameter's.
+        let mut names = HashSet::new();
+        if let Some(slot) =
+            counters.optimizer_slots.iter().find(|slot| slot.contains('.') || !names.insert(*slot))
+        {
+            return Err(format!("its optimizer vector {slot:?} has a dot in its name, or is there twice"));
         }
         let evaluated =
             counters.evaluations.iter().flat_map(|evaluation| [evaluation.step, evaluation.epoch]);

@@ -156,6 +156,11 @@ async fn coordinate(
     let mut trained = None;
     if !prepared.finished {
         let first_step = report.resumed_from_step.unwrap_or_default();
+        let spent = &mut report.spent;
+        let mut on_progress = |seen: Progress| {
+            *spent = seen.spent;
+            on_progress(seen);
+        };
         let outcome = tokio::select! {
             outcome = prepared.run_workers(crew, first_step, cancel.clone(), &mut on_progress) => outcome?,
             error = lease.lost() => return Err(error),

@@ -392,15 +392,20 @@ fn check_attributes(call: &Call<'_>) -> Result<(), Hazard> {
     for attribute in &call.node.attribute {
         let name = attribute.name();
         let Some(given) = call.followed(attribute) else { continue };
-        let numbers = match given.r#type() {
-            AttributeType::Int => vec![given.i()],
-            AttributeType::Ints => given.ints.clone(),
-            _ => Vec::new(),
-        };
-        if DIVISORS.contains(&name) && numbers.iter().any(|number| *number < 1) {
-            let reason =
-                format!("its {name} is below 1, and ONNX Runtime divides by it: export it with 1 or more");
-            return Err(Hazard::of(call.node, reason));
+        if DIVISORS.contains(&name) {
+            // Outlines leave out lists of hundreds of numbers.
+            if given.r#type() == AttributeType::Undefined {
+                let reason =
+                    format!("its {name} has no type, or hundreds of numbers: export it with one a dimension");
+                return Err(Hazard::of(call.node, reason));
+            }
+            let one = (given.r#type() == AttributeType::Int).then(|| given.i());
+            if one.iter().chain(&given.i).chain(&given.ints).any(|number| *number < 1) {
+                let reason = format!(
+                    "its {name} is below 1, and ONNX Runtime divides by it: export it with 1 or more"
+                );
+                return Err(Hazard::of(call.node, reason));
+            }
         }
         let is_known = match given.r#type() {
             AttributeType::String => TRANSFORMS.iter().any(|known| known.as_bytes() == given.s()),

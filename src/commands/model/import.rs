@@ -13,7 +13,8 @@ use millrace_serving::hazards::{self, Divisors};
 use serde::Deserialize;
 use tokio::runtime::Handle;
 
-use super::{graph, publish, read};
+use super::publish::{self, Place};
+use super::{graph, read};
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail};
 use crate::output::bytes;
@@ -64,18 +65,21 @@ struct Trained {
     epochs: u64,
 }
 
-/// Publishes the file as the next version of a model in a volume.
+/// Publishes the file as the next version of a model in a volume, if the key of the volume that is `expected` has its
+/// value.
 pub(super) async fn into_volume(
     context: &Context,
     source: Source,
     name: String,
     volume: &Name,
+    expected: Option<(String, String)>,
 ) -> Result<Bundle> {
     let datafs = context.volumes().await?;
     let (spec, runtime) = (live(volume), Handle::current());
     let make = move || {
         let view = datafs.view(&spec)?;
-        publish::into_volume(&view, &runtime, &name, None, |version| bundle(&source, &name, version))
+        let place = Place { version: None, expected };
+        publish::into_volume(&view, &runtime, &name, &place, |version| bundle(&source, &name, version))
     };
     context.run_abandonable(make).await
 }

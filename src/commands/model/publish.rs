@@ -18,18 +18,27 @@ use crate::failure::{Exit, fail};
 /// Attempts with another version after a conflict with another process.
 const ATTEMPTS: usize = 16;
 
-/// Publishes the bundle that `make` builds for a version: `requested`, or the next one. One transaction
-/// publishes it and retries if another version of the model was published meanwhile, as the trainer does.
+/// Where a bundle is published in a volume.
+pub(super) struct Place {
+    /// The next version if there is none.
+    pub(super) version: Option<u64>,
+    /// A key of the volume and its value, without which nothing is published.
+    pub(super) expected: Option<(String, String)>,
+}
+
+/// Publishes the bundle that `make` builds for a version. One transaction publishes it and retries if another version of
+/// the model was published meanwhile, as the trainer does.
 pub(super) fn into_volume(
     view: &View,
     runtime: &Handle,
     name: &str,
-    requested: Option<u64>,
+    place: &Place,
     make: impl Fn(u64) -> Result<Bundle>,
 ) -> Result<Bundle> {
     check_name(name)?;
     let store = view.object_store();
     let latest_key = format!("{VOLUME_ROOT}/{name}/latest");
+    let mut lowest = 1;
     for _ in 0..ATTEMPTS {
         let latest = view.key_get(&latest_key)?;
         let last: u64 = latest
@@ -38,7 +47,10 @@ pub(super) fn into_volume(
             .and_then(|text| text.parse().ok())
             .unwrap_or_default();
         let mut publish = Publish::new();
-        let version = match requested {
+        if let Some((key, value)) = &place.expected {
+            publish = publish.expect_key(key, Some(value.clone().into_bytes()));
+        }
+        let version = match place.version {
             Some(version) => {
                 // A version below the newest leaves `latest` as it is. Two publishers of it conflict over this key.
                 let claim_key = format!("{VOLUME_ROOT}/{name}/{version}/claim");
@@ -52,11 +64,13 @@ pub(super) fn into_volume(
             }
             None => {
                 let free = runtime.block_on(next_version(store.as_ref(), VOLUME_ROOT, name))?;
-                free.max(last.saturating_add(1))
+                free.max(last.saturating_add(1)).max(lowest)
             }
         };
         let bundle = make(version)?;
         publish = publish
+            // Also against a folder that another program makes, for example in a mount.
+            .expect_absent(format!("{VOLUME_ROOT}/{name}/{version}"))
             .expect_key(latest_key.clone(), latest)
             .put_key(latest_key.clone(), version.max(last).to_string());
         for (path, bytes) in bundle.files() {
@@ -66,6 +80,21 @@ pub(super) fn into_volume(
         }
         match view.publish(publish) {
             Ok(()) => return Ok(bundle),
+            Err(millrace_datafs::Error::Conflict { key })
+                if place.expected.as_ref().is_some_and(|(expected, _)| *expected == key) =>
+            {
+                let spec = view.spec();
+                return fail(
+                    Exit::Conflict,
+                    format!(
+                        "cannot publish model {name} to {spec}: key {key} has another value (--expect-key)"
+                    ),
+                );
+            }
+            Err(millrace_datafs::Error::Exists { .. }) if place.version.is_some() => {
+                return taken(name, version);
+            }
+            Err(millrace_datafs::Error::Exists { .. }) => lowest = version.saturating_add(1),
             Err(millrace_datafs::Error::Conflict { .. }) => {}
             Err(error) => {
                 return Err(error).with_context(|| format!("cannot publish model {name} to {}", view.spec()));

@@ -20,7 +20,8 @@ use object_store::local::LocalFileSystem;
 use prost::Message;
 use tokio::runtime::Handle;
 
-use super::{check_folder, publish};
+use super::check_folder;
+use super::publish::{self, Place};
 use crate::cli::QuantizeArgs;
 use crate::commands::predict;
 use crate::context::{Context, live};
@@ -49,7 +50,8 @@ pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Na
         if stop.is_cancelled() {
             return fail(Exit::Failed, INTERRUPTED);
         }
-        publish::into_volume(&datafs.view(&spec)?, &runtime, name, version, make)
+        let place = Place { version, expected: None };
+        publish::into_volume(&datafs.view(&spec)?, &runtime, name, &place, make)
     });
     tokio::select! {
         done = work => done,

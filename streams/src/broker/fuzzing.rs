@@ -55,7 +55,7 @@ pub fn batch(bytes: &[u8]) -> Option<i32> {
         Err(_) => return None,
     };
     assert_eq!(header.bytes, bytes.len(), "the batch is all of the bytes");
-    assert_eq!(header.next_offset() - header.base_offset, i64::from(header.count));
+    assert_eq!(header.next_offset(), header.base_offset.saturating_add(i64::from(header.count)));
     let mut deltas = Vec::new();
     let walked = walk(&header, bytes, |record| {
         deltas.push(record.offset_delta);

@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
+use arrow::datatypes::{Field, Schema, SchemaRef};
 use arrow::error::ArrowError;
 use arrow::ipc::convert::{IpcSchemaEncoder, fb_to_schema};
 use arrow::ipc::root_as_schema;
 use serde::{Deserialize, Serialize};
 
+use super::column::{Column, plain};
 use super::types::unite;
 use crate::feed::FeedError;
 use crate::feed::error::Result;
@@ -55,57 +56,6 @@ impl Conflict {
     }
 }
 
-/// Prefix of the keys of metadata that name an extension type.
-const EXTENSION_KEYS: &str = "ARROW:extension:";
-
-/// A column of the files seen so far.
-struct Column<'a> {
-    field: Field,
-    /// The first file with the column's type.
-    file: &'a str,
-    seen: usize,
-    /// The extension type of all files; `None` while all of them have nulls only.
-    extension: Option<HashMap<String, String>>,
-}
-
-impl<'a> Column<'a> {
-    /// The column as its first file has it, with the type of its values.
-    fn new(field: &Field, kind: DataType, file: &'a str) -> Self {
-        let extension = extension(field, &kind);
-        let field = Field::new(field.name(), kind, field.is_nullable());
-        Self { field, file, seen: 1, extension }
-    }
-
-    /// Adds the column of another file, whose values have the type `kind`. False if the types do not fit each other.
-    fn add(&mut self, field: &Field, kind: &DataType, file: &'a str) -> bool {
-        let known = self.field.data_type();
-        let Some(common) = unite(known, kind) else { return false };
-        let is_null_beside_values = is_null(known) != is_null(kind);
-        let is_widened = !is_null_beside_values && !known.equals_datatype(kind);
-        self.extension = match (self.extension.take(), extension(field, kind)) {
-            // An extension type has one type of storage.
-            (Some(_), Some(_)) if is_widened => Some(HashMap::new()),
-            (Some(one), Some(other)) if one != other => Some(HashMap::new()),
-            (one, other) => one.or(other),
-        };
-        self.seen += 1;
-        if !known.equals_datatype(&common) {
-            self.file = file;
-        }
-        if field.is_nullable() || is_null_beside_values {
-            self.field.set_nullable(true);
-        }
-        self.field.set_data_type(common);
-        true
-    }
-
-    /// The field of a dataset of `files` files.
-    fn finish(self, files: usize) -> Field {
-        let field = self.field.with_metadata(self.extension.unwrap_or_default());
-        if self.seen < files { field.with_nullable(true) } else { field }
-    }
-}
-
 /// The union of the files' columns in order of first appearance, and the columns left out because their types
 /// differ between files or a file has them twice.
 ///
@@ -136,47 +86,16 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (
                 Some(&i) => {
                     let column = &mut columns[i];
                     if !column.add(field, &kind, file) && refused.insert(name.clone()) {
-                        let first = (column.file.to_string(), Some(column.field.data_type().to_string()));
+                        let first =
+                            (column.place().to_string(), Some(column.field().data_type().to_string()));
                         conflicts.push(conflict(first, Some((file.to_string(), kind.to_string()))));
                     }
                 }
             }
         }
     }
-    let readable = columns.into_iter().filter(|c| !refused.contains(c.field.name()));
+    let readable = columns.into_iter().filter(|c| !refused.contains(c.field().name()));
     (Schema::new(readable.map(|c| c.finish(total)).collect::<Vec<_>>()), conflicts)
-}
-
-fn is_null(kind: &DataType) -> bool {
-    *kind == DataType::Null
-}
-
-/// The metadata that names the extension type of a column, whose values have the type `kind`. Empty without one, and for
-/// encoded values, whose storage another type takes; `None` for nulls.
-fn extension(field: &Field, kind: &DataType) -> Option<HashMap<String, String>> {
-    if is_null(kind) {
-        return None;
-    }
-    let entries = field.metadata().iter().filter(|(key, _)| key.starts_with(EXTENSION_KEYS));
-    let is_stored_so = field.data_type().equals_datatype(kind);
-    Some(entries.filter(|_| is_stored_so).map(|(key, value)| (key.clone(), value.clone())).collect())
-}
-
-/// The type of the values, without dictionary and run encodings.
-fn plain(kind: &DataType) -> DataType {
-    let inner = |field: &FieldRef| -> FieldRef {
-        Arc::new(field.as_ref().clone().with_data_type(plain(field.data_type())))
-    };
-    match kind {
-        DataType::Dictionary(_, values) => plain(values),
-        DataType::RunEndEncoded(_, values) => plain(values.data_type()),
-        DataType::List(item) => DataType::List(inner(item)),
-        DataType::LargeList(item) => DataType::LargeList(inner(item)),
-        DataType::FixedSizeList(item, size) => DataType::FixedSizeList(inner(item), *size),
-        DataType::Struct(fields) => DataType::Struct(fields.iter().map(inner).collect()),
-        DataType::Map(entries, sorted) => DataType::Map(inner(entries), *sorted),
-        other => other.clone(),
-    }
 }
 
 /// Converts a decoded batch of one file to `schema`: order of columns, missing ones as nulls, wider types, inner field
@@ -227,7 +146,19 @@ pub(crate) fn encode_schema(schema: &Schema) -> Result<String> {
 }
 
 /// The inverse of [`encode_schema`].
+///
+/// # Errors
+/// [`FeedError::UnusablePlan`] also for a schema that reads as another one once it is encoded again.
 pub(crate) fn decode_schema(text: &str) -> Result<Schema> {
+    let schema = read_schema(text)?;
+    let again = encode_schema(&schema).and_then(|text| read_schema(&text));
+    if again.is_ok_and(|again| again == schema) {
+        return Ok(schema);
+    }
+    Err(FeedError::UnusablePlan { what: "schema: it cannot be written again".to_owned() })
+}
+
+fn read_schema(text: &str) -> Result<Schema> {
     let unusable = |what: String| FeedError::UnusablePlan { what: format!("schema: {what}") };
     let bytes = hex::decode(text).map_err(|e| unusable(e.to_string()))?;
     let decoded = catch_unwind(|| root_as_schema(&bytes).map(fb_to_schema).map_err(|e| e.to_string()));

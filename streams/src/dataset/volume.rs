@@ -9,6 +9,7 @@ use object_store::path::Path;
 use super::FileFormat;
 use super::confined::ConfinedStore;
 use super::folder::FolderCache;
+use super::listing::Listing;
 use super::pinned::PinnedStore;
 use super::shared_cache::SharedCache;
 use super::topic::OpenTopic;
@@ -153,6 +154,24 @@ impl OpenDataset {
         &self.identity
     }
 
+    /// What tells the content from that of another dataset with the same [`OpenDataset::identity`], sizes and numbers of rows:
+    /// of a snapshot also when its volume was deleted and made again, of a live volume when a file was replaced. None if the
+    /// metadata does not give the identity of a snapshot.
+    ///
+    /// # Errors
+    /// Those of listing the files of a live volume.
+    pub async fn content(&self) -> Result<Option<String>> {
+        if self.topic.is_some() {
+            return Ok(Some(self.identity.clone()));
+        }
+        let Some(view) = self.snapshot.clone() else {
+            let listing = Listing::read(&self.store, &self.files.0, self.files.1).await?;
+            return Ok(Some(listing.digest()));
+        };
+        let found = tokio::task::spawn_blocking(move || view.snapshot_id()).await;
+        Ok(found.ok().and_then(Result::ok).flatten().map(|id| hex::encode(id.as_bytes())))
+    }
+
     /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`], and `options.format` by the
     /// format of the specification. The description of a snapshot is made once for all machines with the same metadata,
     /// that of a range once for the home.
@@ -193,7 +212,8 @@ fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<Str
 /// Removes the descriptions that earlier releases kept in the live volume.
 fn forget_keys(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<()> {
     let live = datafs.view(&VolumeSpec::live(source.volume.clone()))?;
-    let left = live.key_scan("snapshot/")?;
+    // `snapshot/VOLUME@NAME#NUMBER/…`; other programs have keys that begin so.
+    let left = live.key_scan(&format!("snapshot/{}@", source.volume))?;
     if left.is_empty() {
         return Ok(());
     }

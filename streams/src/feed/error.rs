@@ -255,6 +255,14 @@ pub enum FeedError {
         /// The order of the feed.
         plan: PlanId,
     },
+    /// A dataset that was made again under its name, with other files of the same sizes and numbers of rows.
+    #[error(
+        "dataset {dataset} was replaced since the feed was opened: its files are others; open the feed anew"
+    )]
+    OtherContent {
+        /// The dataset.
+        dataset: String,
+    },
     /// Sources of a mixture that do not have the same columns.
     #[error(
         "mixture: column {column:?} is {first}, and {other}; name the columns to read, or write one of the datasets anew"

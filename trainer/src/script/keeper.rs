@@ -12,7 +12,7 @@ use nix::sys::signal::{SigHandler, Signal, kill, killpg, signal};
 use nix::unistd::Pid;
 use tokio::process::Command;
 
-use super::layout::ENV_RUN;
+use super::launch::Launch;
 use crate::error::{Error, Result};
 use crate::launch::WorkerCommand;
 
@@ -30,18 +30,20 @@ const ENVIRON_BYTES_MAX: u64 = 8 << 20;
 ///
 /// Two seconds at most: a process that the kernel cannot end, as one that waits for a dead mount, is left.
 pub(crate) fn sweep(mark: &str) -> usize {
-    sweep_all(ENV_MARK, mark)
+    let variable = format!("{ENV_MARK}={mark}").into_bytes();
+    sweep_all(&|found| found == variable)
 }
 
-/// Kills all processes of a run whose coordinator has ended, as [`sweep`]. Its keeper may have been killed with it.
-pub(super) fn sweep_run(run: &str) -> usize {
-    sweep_all(ENV_RUN, run)
+/// Kills all processes of earlier launches of a job, as [`sweep`]. Their coordinators have ended, and their keepers may have
+/// been killed with them.
+pub(super) fn sweep_earlier(launch: &Launch) -> usize {
+    sweep_all(&|found| launch.is_after(found))
 }
 
-fn sweep_all(name: &str, value: &str) -> usize {
+fn sweep_all(is_wanted: &dyn Fn(&[u8]) -> bool) -> usize {
     let mut killed = BTreeSet::new();
     for _ in 0..PASSES {
-        let found = with_variable(name, value);
+        let found = with_variable(is_wanted);
         if found.is_empty() {
             break;
         }
@@ -55,10 +57,9 @@ fn sweep_all(name: &str, value: &str) -> usize {
     killed.len()
 }
 
-/// The processes with a variable of this value. Those of other users cannot be read.
-fn with_variable(name: &str, value: &str) -> Vec<i32> {
+/// The processes with such a variable, as `NAME=VALUE`. Those of other users cannot be read.
+fn with_variable(is_wanted: &dyn Fn(&[u8]) -> bool) -> Vec<i32> {
     use std::io::Read as _;
-    let wanted = format!("{name}={value}");
     let own = std::process::id();
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -67,7 +68,7 @@ fn with_variable(name: &str, value: &str) -> Vec<i32> {
             let mut environ = Vec::new();
             let read = std::fs::File::open(format!("/proc/{pid}/environ"))
                 .and_then(|file| file.take(ENVIRON_BYTES_MAX).read_to_end(&mut environ));
-            read.is_ok() && environ.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
+            read.is_ok() && environ.split(|byte| *byte == 0).any(is_wanted)
         })
         .map(|pid| pid as i32)
         .collect()
@@ -184,27 +185,36 @@ mod tests {
     use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
     use std::process::Command;
 
+    use super::super::launch::ENV_LAUNCH;
     use super::*;
 
     #[test]
     fn a_sweep_kills_a_process_that_has_left_its_group_and_no_other() {
         let mark = hex::encode(millrace_leaf::random::bytes::<16>().unwrap());
+        let launch = |number| Launch { job: mark.clone(), number };
         let sleep = |name: &str, value: &str| {
             let mut command = Command::new("sleep");
             command.arg("600").env(name, value).process_group(0).spawn().unwrap()
         };
         let mut other = sleep(ENV_MARK, "another");
-        for (name, sweep) in
-            [(ENV_MARK, sweep as fn(&str) -> usize), (ENV_RUN, sweep_run as fn(&str) -> usize)]
-        {
-            let mut own = sleep(name, &mark);
+        let mut later = sleep(ENV_LAUNCH, &launch(3).value());
+        let sweeps: [(&str, String, &dyn Fn() -> usize); 2] = [
+            (ENV_MARK, mark.clone(), &|| sweep(&mark)),
+            (ENV_LAUNCH, launch(2).value(), &|| sweep_earlier(&launch(3))),
+        ];
+        for (name, value, sweep) in sweeps {
+            let variable = format!("{name}={value}").into_bytes();
+            let mut own = sleep(name, &value);
             // Between fork and exec a process has the environment of its parent.
-            while with_variable(name, &mark).is_empty() {
+            while with_variable(&|found| found == variable).is_empty() {
                 std::thread::yield_now();
             }
-            assert_eq!(sweep(&mark), 1);
+            assert_eq!(sweep(), 1);
             assert_eq!(own.wait().unwrap().signal(), Some(9));
         }
+        assert!(later.try_wait().unwrap().is_none());
+        later.kill().unwrap();
+        later.wait().unwrap();
         assert!(other.try_wait().unwrap().is_none());
         other.kill().unwrap();
         other.wait().unwrap();

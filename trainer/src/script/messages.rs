@@ -2,6 +2,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::launch::Launch;
 use super::layout::{Layout, Place};
 use crate::elastic::proto;
 
@@ -25,10 +26,8 @@ pub(crate) struct Program {
     pub(crate) volume: String,
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace_ms: u64,
-    /// The job's run before in the coordinator's home. Its coordinator has ended; processes of machines that it had lost
-    /// may not have. Processes of this run fence them off (`python/millrace/rounds.py`).
-    #[serde(default)]
-    pub(crate) former: Option<String>,
+    /// Processes of earlier launches may still run. Those of this one fence them off (`python/millrace/rounds.py`).
+    pub(crate) launch: Launch,
 }
 
 /// The assignment of a joined node, as JSON. Native jobs send another object, without this key.

@@ -17,7 +17,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::keeper::{ENV_MARK, Keeper, sweep, sweep_run};
+use super::keeper::{ENV_MARK, Keeper, sweep, sweep_earlier};
+use super::launch::ENV_LAUNCH;
 use super::layout::{Layout, Place, is_of_other_launcher};
 use super::messages::{Ended, Exit, Order, Program, Report};
 use super::process::{Destination, Groups, Launcher, OutputLine, kill_left, lock, signal, start};
@@ -235,11 +236,11 @@ impl Agent {
             Order::Introduce(program) => {
                 let own = program.clone();
                 let checked = blocking::run(move || {
-                    let left = own.former.as_deref().map_or(0, sweep_run);
+                    let left = sweep_earlier(&own.launch);
                     if left > 0 {
                         tracing::warn!(
                             left,
-                            "killed processes of the job's run before: its keeper was killed, too"
+                            "killed processes of an earlier run of the job: its keeper was killed, too"
                         );
                     }
                     Runnable::of(&own)
@@ -320,15 +321,11 @@ impl Agent {
                 .envs(self.settings.environment.iter().map(|(name, value)| (name, value)))
                 .envs(layout.environment(node, place))
                 .env("MILLRACE_RUN_VOLUME", &program.volume)
+                .env(ENV_LAUNCH, program.launch.value())
                 .env(ENV_MARK, &self.mark);
             if let Some(dataset) = &program.dataset {
                 command.env("MILLRACE_DATASET", dataset);
             }
-            match &program.former {
-                Some(former) => command.env("MILLRACE_FORMER_RUN", former),
-                // A job inside of a job has runs of its own.
-                None => command.env_remove("MILLRACE_FORMER_RUN"),
-            };
             let destination = match &self.settings.log_dir {
                 None => Ok(Destination::Lines(self.sink.clone())),
                 Some(folder) => log_file(folder, layout, &place.label()).map(Destination::File),

@@ -146,6 +146,7 @@ fn find(name: &str) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::launch::Launch;
     use super::*;
 
     fn program(script: &Path, python: Option<&str>) -> Program {
@@ -157,7 +158,7 @@ mod tests {
             dataset: None,
             volume: "models".into(),
             grace_ms: 1,
-            former: None,
+            launch: Launch { job: "f0".repeat(16), number: 1 },
         }
     }
 

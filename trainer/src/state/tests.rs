@@ -70,6 +70,22 @@ fn more_optimizer_vectors_than_any_optimizer_has_are_refused() {
 }
 
 #[test]
+fn optimizer_vectors_that_cannot_be_told_apart_are_refused() {
+    let slots = ["first", "other"].map(|slot| (slot.to_owned(), vec![0.0; 9])).to_vec();
+    let two = RunState { optimizer: OptimizerState { step: 1, slots }, ..state() };
+    let bytes = two.encode(&layout()).unwrap();
+    for (slot, reason) in [("first", "twice"), ("fi.st", "dot")] {
+        // The counters are a text within the header's text.
+        let (counted, told) = (br#"\"other\""#, format!(r#"\"{slot}\""#));
+        let at = bytes.windows(counted.len()).position(|part| part == counted).unwrap();
+        let mut bytes = bytes.clone();
+        bytes[at..at + counted.len()].copy_from_slice(told.as_bytes());
+        let error = RunState::decode(&layout(), &bytes).unwrap_err();
+        assert!(error.contains(slot) && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
 fn evaluations_and_the_best_weights_are_part_of_the_state() {
     let evaluation = crate::validation::Evaluation {
         epoch: 2,

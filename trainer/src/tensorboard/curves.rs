@@ -150,6 +150,7 @@ mod tests {
             workers_lost: 0,
             membership_epochs: 0,
             samples_per_second: 0.0,
+            spent: Spent::default(),
             seconds: 0.0,
         }
     }

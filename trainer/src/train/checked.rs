@@ -19,6 +19,7 @@ use crate::engine::{Device, Engine};
 use crate::error::{Error, Result};
 use crate::graph;
 use crate::job::{JobFile, Validation};
+use crate::last_run;
 use crate::lease::Lease;
 use crate::model;
 use crate::optim::{Groups, Optimizer};
@@ -113,8 +114,8 @@ impl Checked {
         // The unfinished run whose offsets are kept names its snapshots.
         source::resolve_snapshots(&sources.datafs, &mut job)?;
         match setup.abandon_run {
-            false => source::keep_offsets(&output, &mut job)?,
-            true => source::abandon(&output, &job)?,
+            false => last_run::keep_offsets(&output, &mut job)?,
+            true => last_run::abandon(&output, &job)?,
         }
         for dataset in job.dataset.sources_mut() {
             runtime.block_on(source::resolve(&sources, &name, dataset))?;
@@ -327,6 +328,18 @@ impl Checked {
         };
         // A standby may have waited for long.
         let output = Output::new(checkpoints.view.clone());
+        if let Some(left) = output.write(|view| last_run::open(view, job.name.as_str()))?
+            && left.trained
+            && left.run != run
+        {
+            tracing::warn!(
+                job = %job.name,
+                dataset = %left.job.dataset,
+                run = left.run.get(..12),
+                "an earlier run was trained to its end, and its model was not published; to publish it, train once more with its \
+                 dataset"
+            );
+        }
         output.write(|view| checkpoints.through(view).begin(&model, teacher.as_deref(), &text, is_same))?;
         checkpoints = checkpoints.through(&output.view());
         let resumed = replica::newest_usable_state(&checkpoints, &job, &order, &engine)?;

@@ -99,10 +99,11 @@ pub(super) async fn claim(
             Err(error) => return Err(error),
         };
         let holder = candidate.predecessor.as_ref().map(|before| before.holder.clone());
-        if told.as_ref() != Some(&holder) {
+        let awaited = (holder, by.clone());
+        if told.as_ref() != Some(&awaited) {
             tracing::info!(job, coordinator = by, "waiting for the coordinator's lease");
             on_progress(Progress { waiting_for: Some(by), ..Progress::default() });
-            told = Some(holder);
+            told = Some(awaited);
         }
         tokio::select! {
             () = cancel.cancelled() => return Ok(None),

@@ -112,6 +112,8 @@ pub struct TrainReport {
     pub membership_epochs: u64,
     /// Rows per second of training during this call; 0 when nothing was left to train.
     pub samples_per_second: f64,
+    /// Where the time of rank 0 went during this call.
+    pub spent: Spent,
     /// Duration of this call.
     pub seconds: f64,
 }
@@ -141,6 +143,7 @@ impl TrainReport {
             workers_lost: 0,
             membership_epochs: 0,
             samples_per_second: 0.0,
+            spent: Spent::default(),
             seconds: 0.0,
         }
     }

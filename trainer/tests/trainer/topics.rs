@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use arrow::array::AsArray;
 use arrow::datatypes::{Float32Type, Int64Type};
+use millrace_datafs::Publish;
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
 use millrace_streams::topic::{self, OutRecord, Producer};
@@ -106,6 +107,33 @@ fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
     assert!(error.contains("set output.volume"), "{error}");
     let error = run(super::setup(home.path()), on_topic("apart", 1, 1), |_| {}).unwrap_err();
     assert!(error.one_line().contains("no broker is known here"), "{}", error.one_line());
+    serving.block_on(broker.stop()).unwrap();
+}
+
+/// A process that was killed after its last checkpoint, before the model was published, has left such a home.
+#[test]
+fn a_run_on_a_topic_whose_model_was_not_published_is_not_over() {
+    let (home, log) = (home(), tempfile::tempdir().unwrap());
+    let serving = runtime();
+    let (broker, kafka) = serving.block_on(start(log.path()));
+    let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
+    let live = || {
+        let mut job = job("live", "workers = 1\nepochs_max = 2");
+        job.dataset = "topic:points@latest".parse().unwrap();
+        job
+    };
+    let first = run(setup(), live(), |_| {}).unwrap();
+    let view = setup().datafs.view(&"models".parse().unwrap()).unwrap();
+    let published = view.key_scan("trainer/live/published/").unwrap();
+    assert_eq!(published.len(), 1);
+    view.publish(Publish::new().delete_key(published[0].0.clone())).unwrap();
+
+    serving.block_on(produce(&kafka, ROWS..ROWS + 50));
+    let again = run(setup(), live(), |_| {}).unwrap();
+    assert_eq!((again.rows_per_epoch, again.version), (vec![ROWS as u64; 2], Some(2)));
+    assert_eq!((again.run, again.model_sha256), (first.run, first.model_sha256));
+    let next = run(setup(), live(), |_| {}).unwrap();
+    assert_eq!((next.rows_per_epoch, next.version), (vec![ROWS as u64 + 50; 2], Some(3)));
     serving.block_on(broker.stop()).unwrap();
 }
 

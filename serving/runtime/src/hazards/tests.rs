@@ -506,6 +506,19 @@ fn attributes_used_as_divisors_must_be_positive() {
 }
 
 #[test]
+fn a_divisor_hides_in_no_long_list_and_behind_no_other_type() {
+    let numbers: Vec<i64> = std::iter::once(0).chain([1; 600]).collect();
+    let model = built(|g| drop(g.node("Conv", &["x", "x"], vec![ints("strides", &numbers)])));
+    let model = model.encode_to_vec();
+    let bundle = Bundle::new("m", 1, model, Lineage::default(), Default::default()).unwrap();
+    let hazard = check_bundle(&bundle, Divisors::Trusted).unwrap_err().to_string();
+    assert!(hazard.contains("its strides has no type"), "{hazard}");
+    let mut float = ints("strides", &[0]);
+    float.set_type(AttributeType::Floats);
+    refused("is below 1", |g| drop(g.node("Conv", &["x", "x"], vec![float])));
+}
+
+#[test]
 fn outputs_without_a_name_are_refused_where_they_are_written() {
     let unnamed = |operator: &'static str, outputs: &'static [&'static str]| {
         move |g: &mut Build| g.graph().node.push(node(operator, &["x"], outputs, vec![]))

@@ -237,6 +237,8 @@ impl<'a> Walk<'a> {
                 return failed("the model has several functions of this name");
             }
             if body.depth >= CALLS_MAX {
+                // Each caller may call once more, and again: the walk ends.
+                self.nodes.set(NODES_MAX + 1);
                 return failed("its functions call each other too often");
             }
             return self.call(function, node, inputs, body);

@@ -101,7 +101,12 @@ impl OpenFeeds {
             resolved.push((dataset, weight));
             datasets.push((opened, weight));
         }
-        let identities: Vec<_> = datasets.iter().map(|(dataset, _)| dataset.identity().to_owned()).collect();
+        let mut identities = Vec::with_capacity(datasets.len());
+        for (dataset, _) in &datasets {
+            // A volume that was deleted and made again has snapshots with the numbers of the former ones.
+            let content = dataset.content().await.map_err(|error| status(&error))?;
+            identities.push(format!("{} {}", dataset.identity(), content.unwrap_or_default()));
+        }
         let request = request.with_sources(&resolved);
         // Most states count in the order that the request has without a state.
         let plain = request.without_state();

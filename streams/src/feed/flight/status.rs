@@ -40,9 +40,10 @@ fn code(error: &FeedError) -> Code {
         | FeedError::InvalidSpec { .. }
         | FeedError::InvalidTopicSpec { .. }
         | FeedError::MixedColumns { .. } => Code::InvalidArgument,
-        FeedError::OtherPlan { .. } | FeedError::OtherOrder { .. } | FeedError::Changed { .. } => {
-            Code::FailedPrecondition
-        }
+        FeedError::OtherPlan { .. }
+        | FeedError::OtherOrder { .. }
+        | FeedError::OtherContent { .. }
+        | FeedError::Changed { .. } => Code::FailedPrecondition,
         FeedError::Topic { .. } if error.is_retryable() => Code::Unavailable,
         FeedError::Topic { .. } => Code::FailedPrecondition,
         FeedError::Corrupt { .. }

@@ -53,6 +53,18 @@ fn anyone() -> Callers {
     Arc::new(|_: &Extensions| -> Permission { Arc::new(|_: &str| Ok(())) })
 }
 
+/// Fills the volume `digits` and takes its snapshot `v1`; the ids begin at `first`, which has four digits.
+fn fill(datafs: &Datafs, first: usize) -> View {
+    let name = "digits".parse().unwrap();
+    datafs.volume_create(&name).unwrap();
+    let live = datafs.view(&"digits".parse().unwrap()).unwrap();
+    live.create_dir_all("train").unwrap();
+    let lines: String = (first..first + ROWS).map(|id| format!("{{\"id\":{id}}}\n")).collect();
+    live.write_file("train/0.jsonl", lines.as_bytes()).unwrap();
+    datafs.snapshot_create(&name, &"v1".parse().unwrap()).unwrap();
+    live
+}
+
 impl Bench {
     fn serve_with(&self, limits: Limits, callers: Callers) -> FlightFeeds {
         let exposure = Exposure::new(["digits:/train".parse().unwrap()]);
@@ -325,6 +337,29 @@ async fn withdrawn_permission_ends_a_stream_and_hides_datasets() {
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert!(list().await.is_empty());
     assert_eq!(info(&feeds, &request(json!({}))).await.unwrap_err().code(), Code::PermissionDenied);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_volume_that_was_made_again_is_not_served_from_the_open_feed_of_the_former_one() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+    let live = fill(&datafs, 1000);
+    let bench = Bench { datafs: datafs.clone(), live, _home: home };
+    let feeds = bench.serve();
+    let mut plans = Vec::new();
+    for first in [1000, 5000] {
+        if first > 1000 {
+            datafs.volume_delete(&"digits".parse().unwrap()).unwrap();
+            fill(&datafs, first as usize);
+        }
+        let found = info(&feeds, &request(json!({}))).await.unwrap();
+        plans.push(ticket(&found, 0)["plan"].clone());
+        let batches = read(&feeds, ticket(&found, 0).to_string(), usize::MAX).await.unwrap();
+        let mut ids: Vec<i64> = batches.into_iter().flat_map(|(ids, _)| ids).collect();
+        ids.sort_unstable();
+        assert_eq!(ids, (first..first + ROWS as i64).collect::<Vec<_>>());
+    }
+    assert_eq!(plans[0], plans[1], "names, sizes and numbers of rows are the same");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

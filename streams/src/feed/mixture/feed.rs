@@ -3,16 +3,16 @@
 //! A row keeps the seed of its source: its keys, and the crops and flips of its images, are those that the plan of the
 //! source gives it in this pass.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+use arrow::datatypes::{Field, Schema, SchemaRef};
 use futures::future::try_join_all;
 use object_store::ObjectStore;
 
 use super::Mixture;
-use crate::dataset::unite;
+use crate::dataset::Column;
 use crate::feed::any::check_places;
 use crate::feed::assembly::Assembly;
 use crate::feed::batch::{Fetched, Form, batches_ahead, columns, pack_sequences, project};
@@ -251,52 +251,51 @@ impl Inner {
 /// The columns of all sources, which must have the same types: `columns`, or those of the first source, which are those
 /// of the others then.
 fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<SchemaRef> {
-    let mut common: Option<(&str, Vec<Field>)> = None;
-    for source in mixture.sources() {
+    let mut common: Vec<Column<'_>> = Vec::new();
+    for (at, source) in mixture.sources().iter().enumerate() {
+        let name = source.name.as_str();
         let schema = project(source.plan.dataset(), columns);
-        let Some((first, fields)) = &mut common else {
-            let fields = schema?.fields().iter().map(|field| field.as_ref().clone()).collect();
-            common = Some((source.name.as_str(), fields));
+        if at == 0 {
+            let fields = schema?
+                .fields()
+                .iter()
+                .map(|field| Column::new(field, field.data_type().clone(), name))
+                .collect();
+            common = fields;
             continue;
-        };
-        let first = (*first).to_owned();
-        let differs = |column: &str, here: Option<&Field>, there: Option<&Field>| {
-            let kind = |field: Option<&Field>, source: &str| match field {
-                Some(field) => format!("{} in {source}", field.data_type()),
-                None => format!("missing in {source}"),
-            };
-            FeedError::MixedColumns {
+        }
+        let first = mixture.sources()[0].name.as_str();
+        let differs =
+            |column: &str, known: Option<&Column<'_>>, other: Option<&Field>| FeedError::MixedColumns {
                 column: column.to_owned(),
-                first: kind(here, &first),
-                other: kind(there, &source.name),
-            }
-        };
+                first: match known {
+                    Some(known) => format!("{} in {}", known.field().data_type(), known.place()),
+                    None => format!("missing in {first}"),
+                },
+                other: match other {
+                    Some(other) => format!("{} in {name}", other.data_type()),
+                    None => format!("missing in {name}"),
+                },
+            };
         let schema = match schema {
             Err(FeedError::NoColumn { column, .. }) => {
-                let here = fields.iter().find(|field| *field.name() == column);
-                return Err(differs(&column, here, None));
+                let known = common.iter().find(|known| *known.field().name() == column);
+                return Err(differs(&column, known, None));
             }
             schema => schema?,
         };
-        let mut known = HashSet::new();
-        for field in fields.iter_mut() {
-            known.insert(field.name().clone());
-            let other = schema.field_with_name(field.name()).ok();
-            let united = other.and_then(|other| unite(field.data_type(), other.data_type()));
-            let (Some(other), Some(united)) = (other, united) else {
-                return Err(differs(field.name(), Some(&*field), other));
-            };
-            let nulls_alone = [field.data_type(), other.data_type()].contains(&&DataType::Null);
-            field.set_nullable(field.is_nullable() || other.is_nullable() || nulls_alone);
-            field.set_data_type(united);
-            // Schemas of datasets have no metadata but the extension type, such as the shape of tensors.
-            if field.metadata() != other.metadata() {
-                field.metadata_mut().clear();
+        for known in &mut common {
+            let column = known.field().name().clone();
+            let other = schema.field_with_name(&column).ok();
+            if !other.is_some_and(|other| known.add(other, other.data_type(), name)) {
+                return Err(differs(&column, Some(&*known), other));
             }
         }
-        if let Some(more) = schema.fields().iter().find(|field| !known.contains(field.name())) {
+        let is_known = |field: &Field| common.iter().any(|known| known.field().name() == field.name());
+        if let Some(more) = schema.fields().iter().find(|field| !is_known(field)) {
             return Err(differs(more.name(), None, Some(more)));
         }
     }
-    Ok(Arc::new(Schema::new(common.map(|(_, fields)| fields).unwrap_or_default())))
+    let sources = mixture.sources().len();
+    Ok(Arc::new(Schema::new(common.into_iter().map(|column| column.finish(sources)).collect::<Vec<_>>())))
 }

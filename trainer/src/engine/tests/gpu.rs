@@ -2,6 +2,7 @@
 #![allow(clippy::print_stderr)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 
 use millrace_testing::{Need, skip};
 
@@ -80,6 +81,33 @@ fn every_operator_on_a_gpu_equals_the_processor() {
     }
     eprintln!("{} models: outputs differ by {:e}, gradients by {:e} at most", models.len(), most.0, most.1);
     assert!(failed.is_empty(), "{} of {}:\n{}", failed.len(), models.len(), failed.join("\n"));
+}
+
+#[test]
+fn exported_models_train_on_a_gpu_as_on_the_processor() {
+    if !gpu_is_here() {
+        return;
+    }
+    let (mut most, mut trained, mut failed) = (0f32, 0, Vec::new());
+    let losses = |device, file: &Path, is_squared| {
+        let losses = || zoo::losses_on(device, file, zoo::STEPS, is_squared);
+        let losses = catch_unwind(AssertUnwindSafe(losses)).map_err(|_| "a panic".to_owned())?;
+        let losses = losses.map_err(|error| error.to_string())?;
+        Ok::<_, String>(losses.iter().map(|loss| *loss as f32).collect::<Vec<f32>>())
+    };
+    for (exporter, name, file) in zoo::models() {
+        let is_squared = zoo::SQUARED.contains(&name.as_str());
+        let Ok(expected) = losses(Device::Cpu, &file, is_squared) else { continue };
+        trained += 1;
+        match losses(GPU, &file, is_squared).map(|found| largest_difference(&found, &expected)) {
+            Ok(difference) if difference <= DIFFERENCE_MAX => most = most.max(difference),
+            Ok(difference) => failed.push(format!("{exporter} {name}: the losses differ by {difference:e}")),
+            Err(reason) => failed.push(format!("{exporter} {name}: {reason}")),
+        }
+    }
+    eprintln!("{trained} exported models: losses of {} steps differ by {most:e} at most", zoo::STEPS);
+    assert!(trained >= 200, "{trained} models trained on the processor");
+    assert!(failed.is_empty(), "{} of {trained}:\n{}", failed.len(), failed.join("\n"));
 }
 
 #[test]

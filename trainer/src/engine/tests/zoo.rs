@@ -14,6 +14,8 @@ use crate::graph::Input;
 use crate::optim::{OptimizerConfig, SgdConfig};
 
 const ROWS: usize = 8;
+/// Losses of a model in losses.json.
+pub(super) const STEPS: usize = 20;
 const RATE: f64 = 0.05;
 /// Largest difference of a step's loss from PyTorch's.
 const TOLERANCE: f64 = 1e-5;
@@ -25,7 +27,7 @@ const ROUNDED: &[&str] = &["spatial_transformer"];
 const TOLERANCE_64: f64 = 1e-9;
 
 /// Models whose outputs are compared with numbers, by the mean of the squares.
-const SQUARED: &[&str] = &["unet_up_mse"];
+pub(super) const SQUARED: &[&str] = &["unet_up_mse"];
 
 /// Models that are refused, or that train in another way than PyTorch, and why.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
@@ -41,8 +43,14 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
 const FROZEN: &str = "ONNX does not say that a parameter is frozen";
 
 /// The exported models: the exporter, the model and its file.
-fn models() -> Vec<(&'static str, String, PathBuf)> {
-    models_of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/zoo"))
+pub(super) fn models() -> Vec<(&'static str, String, PathBuf)> {
+    models_of(&folder())
+}
+
+/// The zoo of the repository, also where the program was built elsewhere: cargo and `make gpu` set the variable.
+fn folder() -> PathBuf {
+    let crate_folder = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or(env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&crate_folder).join("tests/zoo")
 }
 
 fn models_of(zoo: &Path) -> Vec<(&'static str, String, PathBuf)> {
@@ -95,13 +103,22 @@ fn largest(found: &[f64], expected: &[f64]) -> f64 {
 
 /// The largest difference from PyTorch's losses, or the refusal.
 fn difference(file: &Path, losses: &[f64], is_squared: bool) -> Result<f64, EngineError> {
+    Ok(largest(&losses_on(Device::Cpu, file, losses.len(), is_squared)?, losses))
+}
+
+/// The losses of that many steps, or the refusal.
+pub(super) fn losses_on(
+    device: Device,
+    file: &Path,
+    steps: usize,
+    is_squared: bool,
+) -> Result<Vec<f64>, EngineError> {
     let model = crate::model::read(file).unwrap();
     let loss = if is_squared { Loss::Mse } else { Loss::CrossEntropy };
-    let mut engine = Engine::load(&model, loss, Device::Cpu)?;
+    let mut engine = Engine::load(&model, loss, device)?;
     let batch = batch(engine.graph(), is_squared);
     let config = SgdConfig { learning_rate: RATE, momentum: 0.0, ..SgdConfig::default() };
-    let found = fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, losses.len());
-    Ok(largest(&found, losses))
+    Ok(fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, steps))
 }
 
 /// The losses of as many steps in float64, with cross-entropy written out.
@@ -138,7 +155,7 @@ fn exact_losses(file: &Path, steps: usize) -> Vec<f64> {
 }
 
 fn recorded(name: &str) -> BTreeMap<String, Vec<f64>> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/zoo").join(name);
+    let file = folder().join(name);
     serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
 }
 
@@ -163,6 +180,7 @@ fn exported_models_train_as_in_pytorch() {
     let (mut unexpected, mut all, mut equal) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
     for (exporter, name, file) in models() {
         *all.entry(exporter).or_insert(0) += 1;
+        assert_eq!(losses[&name].len(), STEPS, "{name}");
         let found = difference(&file, &losses[&name], SQUARED.contains(&name.as_str()));
         let tolerance = if ROUNDED.contains(&name.as_str()) { 1e-4 } else { TOLERANCE };
         let is_equal = found.as_ref().is_ok_and(|found| *found <= tolerance);

@@ -5,6 +5,7 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
 use std::sync::Mutex;
 
+use super::super::launch::Launch;
 use super::super::layout::{Framework, NodeLayout, Place, Role};
 use super::super::process::{GroupSet, Stream, lock};
 use super::super::{keeper, program};
@@ -49,7 +50,7 @@ impl Running {
             dataset: None,
             volume: "models".into(),
             grace_ms,
-            former: Some("f0".repeat(32)),
+            launch: Launch { job: "f0".repeat(16), number: 7 },
         };
         let printed = Printed::default();
         let told = Arc::clone(&printed);
