@@ -393,10 +393,9 @@ fn check_attributes(call: &Call<'_>) -> Result<(), Hazard> {
         let name = attribute.name();
         let Some(given) = call.followed(attribute) else { continue };
         if DIVISORS.contains(&name) {
-            // Outlines leave out lists of hundreds of numbers.
+            // An outline leaves out a list of hundreds of numbers.
             if given.r#type() == AttributeType::Undefined {
-                let reason =
-                    format!("its {name} has no type, or hundreds of numbers: export it with one a dimension");
+                let reason = format!("its {name} has no type: export the model again");
                 return Err(Hazard::of(call.node, reason));
             }
             let one = (given.r#type() == AttributeType::Int).then(|| given.i());

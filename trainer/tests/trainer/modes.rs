@@ -101,9 +101,11 @@ fn killed_workers_do_not_change_the_statistics() {
     let job = JobFile::parse(&text("battered", 3)).unwrap();
     let report = run(setup(home.path()), job, |seen| {
         let due = kills.last().is_some_and(|step| seen.step >= *step);
-        if due && seen.worker_pids.len() == 3 && seen.membership_epoch > epoch_of_kill {
+        // The job may end before a third worker is back.
+        let workers = seen.worker_pids.len();
+        if due && workers > 1 && seen.membership_epoch > epoch_of_kill {
             epoch_of_kill = seen.membership_epoch;
-            signal("KILL", seen.worker_pids[kills.len() % 3]);
+            signal("KILL", seen.worker_pids[kills.len() % workers]);
             kills.pop();
         }
     })

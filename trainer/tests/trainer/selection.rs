@@ -54,9 +54,11 @@ fn a_job_trains_on_one_part_and_validates_on_the_other() {
     let mut epoch_of_kill = 0;
     let battered = run(setup(home.path()), job("w3", &more(3)), |seen| {
         let due = kills.last().is_some_and(|step| seen.step >= *step);
-        if due && seen.worker_pids.len() == 3 && seen.membership_epoch > epoch_of_kill {
+        // The job may end before a third worker is back.
+        let workers = seen.worker_pids.len();
+        if due && workers > 1 && seen.membership_epoch > epoch_of_kill {
             epoch_of_kill = seen.membership_epoch;
-            signal("KILL", seen.worker_pids[kills.len() % 3]);
+            signal("KILL", seen.worker_pids[kills.len() % workers]);
             kills.pop();
         }
     })

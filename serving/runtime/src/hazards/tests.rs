@@ -507,15 +507,22 @@ fn attributes_used_as_divisors_must_be_positive() {
 
 #[test]
 fn a_divisor_hides_in_no_long_list_and_behind_no_other_type() {
-    let numbers: Vec<i64> = std::iter::once(0).chain([1; 600]).collect();
-    let model = built(|g| drop(g.node("Conv", &["x", "x"], vec![ints("strides", &numbers)])));
-    let model = model.encode_to_vec();
-    let bundle = Bundle::new("m", 1, model, Lineage::default(), Default::default()).unwrap();
-    let hazard = check_bundle(&bundle, Divisors::Trusted).unwrap_err().to_string();
-    assert!(hazard.contains("its strides has no type"), "{hazard}");
-    let mut float = ints("strides", &[0]);
-    float.set_type(AttributeType::Floats);
-    refused("is below 1", |g| drop(g.node("Conv", &["x", "x"], vec![float])));
+    let bundle = |first: i64| {
+        let numbers: Vec<i64> = std::iter::once(first).chain([1; 600]).collect();
+        let model = built(|g| {
+            let y = g.node("Conv", &["x", "x"], vec![ints("strides", &numbers)]);
+            g.graph().output.push(info(&y, Float, &[-1]));
+        });
+        Bundle::new("m", 1, model.encode_to_vec(), Lineage::default(), Default::default()).unwrap()
+    };
+    assert_eq!(check_bundle(&bundle(1), Divisors::Trusted), Ok(()));
+    let hazard = check_bundle(&bundle(0), Divisors::Trusted).unwrap_err().to_string();
+    assert!(hazard.contains("its strides is below 1"), "{hazard}");
+    for (kind, words) in [(AttributeType::Floats, "is below 1"), (AttributeType::Undefined, "has no type")] {
+        let mut strides = ints("strides", &[0]);
+        strides.set_type(kind);
+        refused(words, |g| drop(g.node("Conv", &["x", "x"], vec![strides])));
+    }
 }
 
 #[test]
