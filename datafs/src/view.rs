@@ -64,10 +64,18 @@ impl View {
 
     /// Reads a whole file, at most [`READ_FILE_BYTES_MAX`].
     pub fn read_file(&self, path: &str) -> Result<Bytes> {
+        self.read_file_up_to(path, READ_FILE_BYTES_MAX)
+    }
+
+    /// Reads a whole file of at most `bytes_max` bytes into memory.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] for a larger one, of which nothing is read.
+    pub fn read_file_up_to(&self, path: &str, bytes_max: u64) -> Result<Bytes> {
         self.with_file(path, |file| {
             let size = file.attr()?.size;
-            if size > READ_FILE_BYTES_MAX {
-                return Err(Error::TooLarge { what: "file read at once", max: READ_FILE_BYTES_MAX });
+            if size > bytes_max {
+                return Err(Error::TooLarge { what: "file read at once", max: bytes_max });
             }
             file.read_at(0, size as usize)
         })

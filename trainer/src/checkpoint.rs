@@ -308,9 +308,17 @@ impl Checkpoints {
         let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
         let place = self.location(&path);
         let damaged = |reason: String| Err(Unread::Damaged(format!("{place}: {reason}")));
-        let bytes = match self.view.read_file(&path) {
+        let bytes = match self.view.read_file_up_to(&path, RunState::bytes_max(layout)) {
             Ok(bytes) => bytes,
-            Err(error @ (E::Corrupt { .. } | E::NotFound { .. })) => return damaged(error.to_string()),
+            // Also what another program has put in its place: a folder, a link that leads nowhere, a larger file.
+            Err(
+                error @ (E::Corrupt { .. }
+                | E::NotFound { .. }
+                | E::IsADirectory { .. }
+                | E::NotADirectory { .. }
+                | E::Loop { .. }
+                | E::TooLarge { .. }),
+            ) => return damaged(error.to_string()),
             // The object is missing or damaged.
             Err(error @ E::Object(_)) if !error.is_store_trouble() => return damaged(error.to_string()),
             Err(error) => {
@@ -707,12 +715,19 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     writer.finish().map_err(fail)
 }
 
+/// Largest job file of a run, which has more characters than the one of the user.
+pub(crate) const JOB_RECORD_BYTES_MAX: u64 = 8 << 20;
+
 /// The job file with which a run of a job was last begun; none if it is missing or of another program.
 pub(crate) fn job_of_run(view: &View, job: &str, run: &str) -> Result<Option<JobFile>> {
     let path = format!("checkpoints/{job}/{}/{JOB_FILE}", directory(run));
-    match view.read_file(&path) {
+    match view.read_file_up_to(&path, JOB_RECORD_BYTES_MAX) {
         Ok(text) => Ok(serde_json::from_slice(&text).ok()),
         Err(error) if error.is_not_found() => Ok(None),
+        Err(error @ millrace_datafs::Error::TooLarge { .. }) => {
+            tracing::warn!(path, %error, "the job of a run cannot be read");
+            Ok(None)
+        }
         Err(error) => Err(Error::volume(format!("read {}:/{path}", view.spec()), error)),
     }
 }

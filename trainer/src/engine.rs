@@ -19,6 +19,7 @@
 
 mod backward;
 mod buckets;
+mod channels;
 mod device;
 mod device_loss;
 mod export;

@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use millrace_bundle::{Bundle, Lineage, MixedDataset, Statistics};
+use millrace_bundle::{Bundle, Lineage, MixedDataset, Statistics, VERSION_MAX};
 use millrace_datafs::{Publish, View};
 use millrace_streams::dataset::{SourceSpec, TopicSpec};
 use millrace_streams::feed::MixedSpec;
@@ -204,6 +204,7 @@ pub(crate) fn publish(
             .as_deref()
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .and_then(|text| text.parse().ok())
+            .filter(|version| *version < VERSION_MAX)
             .unwrap_or_default();
         let free = runtime
             .block_on(millrace_bundle::next_version(store.as_ref(), root, name.as_str()))

@@ -10,6 +10,7 @@ use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
 use millrace_streams::feed::{AnyFeed, Epochs};
 use prost::Message;
+use sha2::{Digest as _, Sha256};
 use tokio::runtime::Handle;
 
 use crate::checkpoint::{Checkpoints, Finish};
@@ -44,6 +45,9 @@ pub(crate) use failure::check_weights;
 use reduce::Reduction;
 use updater::{Home, Updater};
 use writer::Writer;
+
+/// Largest file of a model, as of protobuf.
+const MODEL_BYTES_MAX: u64 = 2 << 30;
 
 /// A worker's copy of the run.
 pub(crate) struct Replica {
@@ -91,7 +95,7 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, sources: Sources, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, config, run, owner, plan, other_plans, validation_plan, facts, .. } =
+        let Assignment { job, config, run, owner, plan, other_plans, validation_plan, facts, models, .. } =
             assignment;
         let datasets = runtime.block_on(source::open_datasets(&sources, &job))?;
         let order = Order::of_plans(&job, plan, other_plans)?;
@@ -108,11 +112,12 @@ impl Replica {
             owner,
             keep: config.checkpoints_keep,
         };
-        let model = read_model(&checkpoints.view, &checkpoints.model_path())?;
+        let model = read_model(&checkpoints.view, &checkpoints.model_path(), &models.model)?;
         let mut engine =
             Engine::load_output(&model, job.loss_output.as_deref(), job.loss.clone(), job.device)?;
         if job.loss.teacher().is_some() {
-            engine.set_teacher(&read_model(&checkpoints.view, &checkpoints.teacher_path())?)?;
+            let sha256 = models.teacher.as_deref().unwrap_or_default();
+            engine.set_teacher(&read_model(&checkpoints.view, &checkpoints.teacher_path(), sha256)?)?;
         }
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
@@ -441,11 +446,36 @@ pub(crate) fn open_output(datafs: &Datafs, job: &JobFile) -> Result<View> {
         .map_err(|e| Error::volume(format!("job {}: open output volume {volume}", job.name), e))
 }
 
-/// A model of the run as the coordinator stored it when the run began.
-fn read_model(view: &View, path: &str) -> Result<ModelProto> {
+/// A model of the run as the coordinator stored it when the run began: the one with this digest.
+fn read_model(view: &View, path: &str, sha256: &str) -> Result<ModelProto> {
     let place = format!("{}:/{path}", view.spec());
-    let bytes =
-        view.read_file(path).map_err(|e| Error::volume(format!("read the run's model {place}"), e))?;
+    let bytes = view
+        .read_file_up_to(path, MODEL_BYTES_MAX)
+        .map_err(|e| Error::volume(format!("read the run's model {place}"), e))?;
+    if hex::encode(Sha256::digest(&bytes)) != sha256 {
+        let reason = "another program has changed it; start the job again, which writes it anew".to_owned();
+        return Err(Error::Checkpoint { place, reason });
+    }
     ModelProto::decode(bytes)
         .map_err(|e| Error::Checkpoint { place, reason: format!("not an ONNX model ({e})") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_that_another_program_has_changed_is_refused() {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+        datafs.volume_create(&"models".parse().unwrap()).unwrap();
+        let view = datafs.view(&"models".parse().unwrap()).unwrap();
+        let bytes = [1, 2].map(|seed| crate::init::mlp(4, &[], 3, seed).unwrap().encode_to_vec());
+        let sha256 = hex::encode(Sha256::digest(&bytes[0]));
+        view.write_file("model.onnx", &bytes[0]).unwrap();
+        assert!(read_model(&view, "model.onnx", &sha256).is_ok());
+        view.write_file("model.onnx", &bytes[1]).unwrap();
+        let error = read_model(&view, "model.onnx", &sha256).unwrap_err().one_line();
+        assert!(error.contains("models:/model.onnx") && error.contains("start the job again"), "{error}");
+    }
 }

@@ -9,7 +9,7 @@ use millrace_datafs::{OpenFlags, View};
 use serde::Serialize;
 
 pub use crate::checkpoint::Throughput;
-use crate::checkpoint::{JOB_FILE, RunRecord, STATE_FILE, directory};
+use crate::checkpoint::{JOB_FILE, JOB_RECORD_BYTES_MAX, RunRecord, STATE_FILE, directory};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::ledger::EpochRecord;
@@ -169,7 +169,7 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         }
     }
     let settings = view
-        .read_file(&format!("{folder}/{}/{JOB_FILE}", directory(&record.run)))
+        .read_file_up_to(&format!("{folder}/{}/{JOB_FILE}", directory(&record.run)), JOB_RECORD_BYTES_MAX)
         .ok()
         .and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok())
         .unwrap_or_default();

@@ -120,5 +120,5 @@ fn read_bounded(job: &JobFile, view: &View, path: &str, left: &mut u64) -> Resul
     *left = left
         .checked_sub(size)
         .ok_or_else(|| unusable(job, &format!("{place} has {size} bytes, which are too many")))?;
-    Ok(view.read_file(path).map_err(failed)?.to_vec())
+    Ok(view.read_file_up_to(path, size).map_err(failed)?.to_vec())
 }

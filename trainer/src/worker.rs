@@ -44,6 +44,8 @@ pub(crate) struct Assignment {
     /// The number of the coordinator's lease; 0 of a program without leases.
     #[serde(default)]
     pub(crate) fence: u64,
+    /// What the workers read from the volume has these digests.
+    pub(crate) models: ModelDigests,
     /// The plan of the first dataset.
     pub(crate) plan: millrace_streams::feed::Plan,
     /// The plans of the other datasets of a mixture.
@@ -57,6 +59,14 @@ pub(crate) struct Assignment {
     /// Whether rings are encrypted, as they may leave the machine.
     #[serde(default)]
     pub(crate) encrypt_ring: bool,
+}
+
+/// SHA-256 of the files of a run's model and of its teacher, which other programs may change.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ModelDigests {
+    pub(crate) model: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) teacher: Option<String>,
 }
 
 /// The home and the settings with which a launched worker opens the volumes and topics.

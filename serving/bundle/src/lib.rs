@@ -73,7 +73,8 @@ pub use manifest::{
     MixedDataset, Quantized, WRITING_FILE,
 };
 pub use repository::{
-    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,
+    Limits, Listing, ModelVersion, Skipped, VERSION_MAX, check_name, list, load, load_with, next_version,
+    scan, scan_model,
 };
 pub use signature::{Datatype, Signature, TensorSpec};
 pub use statistics::{FEATURES_MAX, Feature, Moments, STATISTICS_FILE, Statistics};

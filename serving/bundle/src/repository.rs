@@ -248,7 +248,11 @@ pub async fn load_with(
     Bundle::from_verified(manifest, files)
 }
 
-/// The version to publish next: one above the highest version directory of the model, complete or not.
+/// Largest version that counts. Nothing publishes a larger one; a folder whose name is one would leave no next version.
+pub const VERSION_MAX: u64 = 1 << 53;
+
+/// The version to publish next: one above the highest version directory of the model, complete or not. Directories with
+/// numbers of [`VERSION_MAX`] or more do not count.
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].
@@ -257,6 +261,7 @@ pub async fn next_version(store: &dyn ObjectStore, root: &str, name: &str) -> Re
         .await?
         .iter()
         .filter_map(|path| path.filename().and_then(parse_version))
+        .filter(|version| *version < VERSION_MAX)
         .max();
     Ok(highest.map_or(1, |version| version.saturating_add(1)))
 }

@@ -100,6 +100,9 @@ async fn versions_are_listed_in_order_and_never_replaced() {
     assert_eq!(next_version(store.as_ref(), "models", "c").await.unwrap(), 1);
     let error = bundle("b", 2).write(store.as_ref(), "models").await.unwrap_err();
     assert!(matches!(error, Error::Exists { .. }), "{error}");
+    // Another program has made a folder after which there is no next version.
+    store.put(&format!("models/b/{}/x", u64::MAX).into(), "x".into()).await.unwrap();
+    assert_eq!(next_version(store.as_ref(), "models", "b").await.unwrap(), 11);
 }
 
 #[tokio::test]

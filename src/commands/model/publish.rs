@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_bundle::{Bundle, WRITING_FILE, check_name, next_version};
+use millrace_bundle::{Bundle, VERSION_MAX, WRITING_FILE, check_name, next_version};
 use millrace_datafs::{Publish, View};
 use millrace_home::write_atomically;
 use millrace_serving::config::VOLUME_ROOT;
@@ -45,6 +45,7 @@ pub(super) fn into_volume(
             .as_deref()
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .and_then(|text| text.parse().ok())
+            .filter(|version| *version < VERSION_MAX)
             .unwrap_or_default();
         let mut publish = Publish::new();
         if let Some((key, value)) = &place.expected {

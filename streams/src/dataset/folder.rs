@@ -6,13 +6,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use millrace_leaf::{atomic_file, private};
+use millrace_leaf::{atomic_file, bounded_file, private};
 use sha2::{Digest, Sha256};
 
 use super::DatasetCache;
+use super::cache::ENTRY_BYTES_MAX;
 
 /// Maximum bytes of all entries together.
 const BYTES_MAX: u64 = 64 << 20;
+/// An entry is the SHA-256 of its value, and the value.
+const DIGEST_BYTES: usize = 32;
 
 /// Descriptions of the datasets of one snapshot.
 pub(crate) struct FolderCache {
@@ -28,7 +31,7 @@ impl FolderCache {
 
     fn path(&self, key: &str) -> PathBuf {
         let name = Sha256::digest(format!("{}\n{key}", self.scope));
-        self.dir.join(format!("{}.json", hex::encode(&name[..16])))
+        self.dir.join(format!("{}.entry", hex::encode(&name[..16])))
     }
 
     /// Removes the oldest entries until the others fit. Another process may do the same.
@@ -62,7 +65,13 @@ fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
 
 impl DatasetCache for FolderCache {
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
-        unless_gone(fs::read(self.path(key))).map_err(|error| format!("{}: {error}", self.dir.display()))
+        let entry = unless_gone(bounded_file::read(&self.path(key), (ENTRY_BYTES_MAX + DIGEST_BYTES) as u64))
+            .map_err(|error| format!("{}: {error}", self.dir.display()))?;
+        // A damaged entry, or one of an earlier release, is made again.
+        Ok(entry.and_then(|entry| {
+            let (sha256, value) = entry.split_at_checked(DIGEST_BYTES)?;
+            (Sha256::digest(value).as_slice() == sha256).then(|| value.to_vec())
+        }))
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
@@ -72,7 +81,10 @@ impl DatasetCache for FolderCache {
         let write = WRITES.fetch_add(1, Ordering::Relaxed);
         let temporary = path.with_extension(format!("{}-{write}.new", std::process::id()));
         private::create_dir_all(&self.dir)
-            .and_then(|()| atomic_file::replace(&path, &temporary, value))
+            .and_then(|()| {
+                let entry = [Sha256::digest(value).as_slice(), value].concat();
+                atomic_file::replace(&path, &temporary, &entry)
+            })
             .and_then(|()| self.remove_oldest())
             .map_err(|error| {
                 fs::remove_file(&temporary).ok();

@@ -116,6 +116,8 @@ struct Found {
     ignored: usize,
     /// Ignored files whose name, or a folder above, begins with `_`.
     underscored: usize,
+    /// The first ignored file that would be data without its last suffix, and the number of such files.
+    unread: Option<(String, usize)>,
 }
 
 impl Found {
@@ -137,7 +139,16 @@ impl Found {
             (Some(format), found) if found == Some(format) => self.files.push(listed(meta, format)),
             (Some(format), _) => self.others.push(listed(meta, format)),
             (None, Some(format)) => self.files.push(listed(meta, format)),
-            (None, None) => self.ignored += 1,
+            (None, None) => {
+                self.ignored += 1;
+                // `.jsonl.bz2`
+                let of_data =
+                    below.rsplit_once('.').and_then(|(inner, _)| FileFormat::of_path(inner)).is_some();
+                if of_data {
+                    let first = self.unread.take().unwrap_or_else(|| (below.trim_matches('/').to_owned(), 0));
+                    self.unread = Some((first.0, first.1 + 1));
+                }
+            }
         }
     }
 
@@ -153,6 +164,14 @@ impl Found {
         if self.format == Some(FileFormat::Folder) && self.underscored > 0 {
             let files = self.underscored;
             tracing::warn!(dataset = path, files, "files and classes whose names begin with _ are ignored");
+        }
+        if let (Some((file, files)), false) = (&self.unread, self.files.is_empty()) {
+            tracing::warn!(
+                dataset = path,
+                file,
+                files,
+                "files with an unknown suffix behind that of a format are ignored"
+            );
         }
         // Earlier releases knew files with footers alone: where there are some, the others stay what they were.
         if self.files.iter().any(|file| file.format.has_footer()) {

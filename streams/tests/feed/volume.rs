@@ -67,12 +67,42 @@ async fn feed_removes_cache_keys_of_earlier_releases() {
     datafs.snapshot_create(&name, &"v1".parse().unwrap()).unwrap();
     let old = millrace_datafs::Publish::new()
         .put_key("snapshot/digits@v0#1/feed/dataset/00/0000", vec![7; 1_000])
+        // Of another program.
+        .put_key("snapshot/digits", "value")
         .put_key("ingest/kept", "value");
     live.publish(old).unwrap();
     let spec: DatasetSpec = "digits@v1:/".parse().unwrap();
     spec.open(&datafs).await.unwrap().plan(&PlanOptions::default()).await.unwrap();
     let keys: Vec<_> = live.key_scan("").unwrap().into_iter().map(|(key, _)| key).collect();
-    assert_eq!(keys, ["ingest/kept"]);
+    assert_eq!(keys, ["ingest/kept", "snapshot/digits"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_damaged_description_in_the_home_is_made_again() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+    let name = "digits".parse().unwrap();
+    datafs.volume_create(&name).unwrap();
+    let live = datafs.view(&"digits".parse().unwrap()).unwrap();
+    for (file, ids) in [("a", 0..9), ("b", 10..19)] {
+        let lines: String = ids.map(|id| format!("{{\"id\":{:02}}}\n", 10 + id)).collect();
+        live.write_file(&format!("{file}.jsonl"), lines.as_bytes()).unwrap();
+    }
+    datafs.snapshot_create(&name, &"v1".parse().unwrap()).unwrap();
+    let spec: DatasetSpec = "digits@v1:/".parse().unwrap();
+    let plan = async || spec.open(&datafs).await.unwrap().plan(&PlanOptions::default()).await.unwrap();
+    let first = plan().await;
+    for entry in std::fs::read_dir(home.path().join("feed")).unwrap() {
+        let path = entry.unwrap().path();
+        let mut entry = std::fs::read(&path).unwrap();
+        let at = entry.windows(7).position(|part| part == b"b.jsonl").unwrap();
+        entry[at] = b'a';
+        std::fs::write(path, entry).unwrap();
+    }
+    let again = plan().await;
+    assert_eq!(again.id(), first.id());
+    let files: Vec<_> = again.dataset().files().iter().map(|file| file.path.as_str()).collect();
+    assert_eq!(files, ["a.jsonl", "b.jsonl"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -136,6 +136,12 @@ fn damaged_checkpoint_is_skipped() {
     run.write(&state(10), &layout(), None).unwrap();
     run.write(&state(20), &layout(), None).unwrap();
     assert_eq!(newest(&run, 99), Some(20));
+    // Another program has put something else in its place.
+    let (_, record) = run.run_record().unwrap().unwrap();
+    let path = format!("{}/{}/{STATE_FILE}", run.folder(), record.kept[1].folder);
+    run.view.remove_file(&path).unwrap();
+    run.view.create_dir_all(&path).unwrap();
+    assert_eq!(newest(&run, 99), Some(10));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Kernels of the engine's own for the processor: convolution and max pooling of f32.
+//! Kernels of the engine's own for the processor: convolution, max pooling and normalisation by channels of f32.
 //!
 //! A convolution lays rows of an image out as columns and multiplies. The backend's own convolutions cost about
 //! twice as much, most of all the gradient of the weights. Images are computed in parallel, and sums over images
@@ -11,13 +11,20 @@ use burn_backend::{Backend, DType, FloatDType, Shape, TensorData};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
+use super::channels::{self, Planes};
 use crate::precision::Half;
 
 /// Elements of the columns that are laid out at a time: they stay in the second-level cache.
 const COLUMNS_MAX: usize = 1 << 16;
+/// Columns of a product that keep its kernel busy: images with smaller planes are multiplied several at a time.
+const COLUMNS_WANTED: usize = 64;
+/// Fewest parts of a batch, so that several threads have work.
+const PARTS_MIN: usize = 4;
 /// Fewest images whose weight gradients one thread adds up, and most such sums.
 const GROUP: usize = 8;
 const GROUPS_MAX: usize = 64;
+/// Elements of a weight gradient of which there are as few sums as possible.
+const SUM_LARGE: usize = 1 << 19;
 /// Rows and columns that a transposition moves at a time.
 const TRANSPOSED: usize = 32;
 /// Most elements of a row of columns; larger ones are left to the backend.
@@ -73,6 +80,35 @@ pub(super) trait Kernels: Backend {
         options: ConvOptions<2>,
     ) -> FloatTensor<Self> {
         Self::conv2d_weight_backward(x, weight, grad, options)
+    }
+
+    /// Mean and population variance of each channel of `[outer, channels, inner]`, as `[1, channels, 1]`.
+    fn channel_moments(values: FloatTensor<Self>) -> [FloatTensor<Self>; 2] {
+        channels::moments::<Self>(values)
+    }
+
+    /// `(values - mean) * factor + bias` of `[outer, channels, inner]`, by channel.
+    fn normalized(values: FloatTensor<Self>, by: [FloatTensor<Self>; 3]) -> FloatTensor<Self> {
+        channels::normalized::<Self>(values, by)
+    }
+
+    /// The gradients of scale and bias of a normalisation by `mean` and `inverse`, as `[1, channels, 1]`.
+    fn normalized_sums(
+        values: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        by: [FloatTensor<Self>; 2],
+    ) -> [FloatTensor<Self>; 2] {
+        channels::normalized_sums::<Self>(values, grad, by)
+    }
+
+    /// `(grad - of_bias - (values - mean) * inverse * of_scale) * factor`, by channel: `by` has `mean`, `inverse`,
+    /// `of_scale`, `of_bias` and `factor`.
+    fn normalized_backward(
+        values: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        by: [FloatTensor<Self>; 5],
+    ) -> FloatTensor<Self> {
+        channels::normalized_backward::<Self>(values, grad, by)
     }
 
     /// The largest element of each window, the first one of equals, and its place in its plane.
@@ -155,6 +191,39 @@ impl Kernels for Flex {
         };
         let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
         plan.tensor(plan.weight(), plan.weight_backward(x.storage(), grad.storage()))
+    }
+
+    fn channel_moments(values: FlexTensor) -> [FlexTensor; 2] {
+        let Some(planes) = Planes::of(&values) else { return channels::moments::<Self>(values) };
+        let [mean, variance] = planes.moments(values.to_contiguous().storage());
+        [planes.by_channel(mean), planes.by_channel(variance)]
+    }
+
+    fn normalized(values: FlexTensor, by: [FlexTensor; 3]) -> FlexTensor {
+        let Some(planes) = Planes::of(&values) else { return channels::normalized::<Self>(values, by) };
+        let by = by.map(|by| by.to_contiguous());
+        let by = by.each_ref().map(FlexTensor::storage::<f32>);
+        planes.tensor(planes.normalized(values.to_contiguous().storage(), by))
+    }
+
+    fn normalized_sums(values: FlexTensor, grad: FlexTensor, by: [FlexTensor; 2]) -> [FlexTensor; 2] {
+        let Some(planes) = Planes::of(&values) else {
+            return channels::normalized_sums::<Self>(values, grad, by);
+        };
+        let (values, grad, by) =
+            (values.to_contiguous(), grad.to_contiguous(), by.map(|by| by.to_contiguous()));
+        let by = by.each_ref().map(FlexTensor::storage::<f32>);
+        planes.normalized_sums(values.storage(), grad.storage(), by).map(|sums| planes.by_channel(sums))
+    }
+
+    fn normalized_backward(values: FlexTensor, grad: FlexTensor, by: [FlexTensor; 5]) -> FlexTensor {
+        let Some(planes) = Planes::of(&values) else {
+            return channels::normalized_backward::<Self>(values, grad, by);
+        };
+        let (values, grad, by) =
+            (values.to_contiguous(), grad.to_contiguous(), by.map(|by| by.to_contiguous()));
+        let by = by.each_ref().map(FlexTensor::storage::<f32>);
+        planes.tensor(planes.normalized_backward(values.storage(), grad.storage(), by))
     }
 
     fn max_pool(x: FlexTensor, windows: Windows) -> (FlexTensor, FlexTensor) {
@@ -315,16 +384,37 @@ impl Plan {
         (first..end.max(first), first * stride + offset - self.padding[1].min(first * stride + offset))
     }
 
+    /// Images whose columns are laid out side by side. One, unless their planes are small; depends on sizes alone.
+    fn together(&self) -> usize {
+        let wanted = COLUMNS_WANTED.div_ceil(self.plane().max(1));
+        wanted.min(self.images.div_ceil(PARTS_MIN)).max(1)
+    }
+
+    /// The images of a chunk of a batch, in parts whose columns are laid out side by side: the place of the first image,
+    /// and their number. One image is cut into tiles.
+    fn parts(&self, images: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let together = self.together();
+        (0..images).step_by(together).map(move |first| (first, together.min(images - first)))
+    }
+
     /// Calls `visit` for each run of elements of an image that a tile of columns holds: the place of the run in the
-    /// columns, its length, and its place in the image, if it is not padding.
-    fn runs(&self, tile: Tile, mut visit: impl FnMut(usize, usize, Option<usize>)) {
+    /// columns, its length, and its place in the image, if it is not padding. The columns of a tap begin `pitch` behind
+    /// those of the tap before, and those of this image at `first`.
+    fn runs(
+        &self,
+        tile: Tile,
+        (first, pitch): (usize, usize),
+        mut visit: impl FnMut(usize, usize, Option<usize>),
+    ) {
         let [height, width] = self.size;
         let row_length = self.out[1];
-        let mut at = 0;
+        let spans: Vec<_> = (0..self.kernel[1]).map(|tap| self.span(tap)).collect();
+        let mut tap_first = first;
         for channel in 0..self.channels {
             for tap_row in 0..self.kernel[0] {
-                for tap in 0..self.kernel[1] {
-                    let (inside, from) = self.span(tap);
+                for (inside, from) in &spans {
+                    let mut at = tap_first;
+                    tap_first += pitch;
                     for row in tile.first..tile.first + tile.rows {
                         let read = (row * self.strides[0] + tap_row * self.dilations[0])
                             .checked_sub(self.padding[0])
@@ -346,10 +436,9 @@ impl Plan {
     }
 
     /// Lays a tile of an image out as columns: for each tap, the elements that the tile's outputs read.
-    fn columns(&self, image: &[f32], tile: Tile, columns: &mut Vec<f32>) {
-        columns.resize(self.taps() * tile.rows * self.out[1], 0.0);
+    fn columns(&self, image: &[f32], tile: Tile, place: (usize, usize), columns: &mut [f32]) {
         let stride = self.strides[1];
-        self.runs(tile, |at, length, place| {
+        self.runs(tile, place, |at, length, place| {
             let run = &mut columns[at..at + length];
             match place {
                 None => run.fill(0.0),
@@ -364,9 +453,9 @@ impl Plan {
     }
 
     /// Adds columns to the image that they were laid out from.
-    fn add_columns(&self, columns: &[f32], tile: Tile, image: &mut [f32]) {
+    fn add_columns(&self, columns: &[f32], tile: Tile, place: (usize, usize), image: &mut [f32]) {
         let stride = self.strides[1];
-        self.runs(tile, |at, length, place| {
+        self.runs(tile, place, |at, length, place| {
             let Some(place) = place else { return };
             let run = &columns[at..at + length];
             if stride == 1 {
@@ -381,87 +470,167 @@ impl Plan {
         });
     }
 
+    /// The whole of an output image.
+    fn whole(&self) -> Tile {
+        Tile { first: 0, rows: self.out[0] }
+    }
+
+    /// Lays several images out as columns side by side.
+    fn columns_of(&self, images: &[f32], columns: &mut Vec<f32>) {
+        let plane = self.plane();
+        let pitch = images.len() / self.image() * plane;
+        columns.resize(self.taps() * pitch, 0.0);
+        for (at, image) in images.chunks_exact(self.image()).enumerate() {
+            self.columns(image, self.whole(), (at * plane, pitch), columns);
+        }
+    }
+
+    /// The planes of several output images side by side, filter by filter.
+    fn side_by_side(&self, outputs: &[f32], into: &mut Vec<f32>) {
+        let (plane, filters) = (self.plane(), self.filters);
+        let pitch = outputs.len() / filters;
+        into.resize(outputs.len(), 0.0);
+        for (at, output) in outputs.chunks_exact(filters * plane).enumerate() {
+            for (filter, output) in output.chunks_exact(plane).enumerate() {
+                into[filter * pitch + at * plane..][..plane].copy_from_slice(output);
+            }
+        }
+    }
+
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-        let (taps, plane) = (self.taps(), self.plane());
+        let (taps, plane, together) = (self.taps(), self.plane(), self.together());
         let mut output = vec![0.0; self.images * self.filters * plane];
-        let images = x.par_chunks_exact(self.image()).zip(output.par_chunks_exact_mut(self.filters * plane));
-        images.for_each_init(Vec::new, |columns, (image, output)| {
-            if let Some(bias) = bias {
-                for (output, bias) in output.chunks_exact_mut(plane).zip(bias) {
-                    output.fill(*bias);
+        let images =
+            x.par_chunks(self.image() * together).zip(output.par_chunks_mut(self.filters * plane * together));
+        images.for_each_init(
+            Default::default,
+            |(columns, wide): &mut (Vec<f32>, Vec<f32>), (image, output)| {
+                if let Some(bias) = bias {
+                    for output in output.chunks_exact_mut(self.filters * plane) {
+                        for (output, bias) in output.chunks_exact_mut(plane).zip(bias) {
+                            output.fill(*bias);
+                        }
+                    }
                 }
-            }
-            for tile in self.tiles() {
-                self.columns(image, tile, columns);
-                let count = tile.rows * self.out[1];
-                let output = &mut output[tile.first * self.out[1]..];
-                multiply_add(
-                    [self.filters, count, taps],
-                    (output, [plane, 1]),
-                    (weight, [taps, 1]),
-                    (columns, [count, 1]),
-                );
-            }
-        });
+                if together > 1 {
+                    self.columns_of(image, columns);
+                    self.side_by_side(output, wide);
+                    let count = wide.len() / self.filters;
+                    multiply_add(
+                        [self.filters, count, taps],
+                        (wide, [count, 1]),
+                        (weight, [taps, 1]),
+                        (columns, [count, 1]),
+                    );
+                    for (at, output) in output.chunks_exact_mut(self.filters * plane).enumerate() {
+                        for (filter, output) in output.chunks_exact_mut(plane).enumerate() {
+                            output.copy_from_slice(&wide[filter * count + at * plane..][..plane]);
+                        }
+                    }
+                    return;
+                }
+                for tile in self.tiles() {
+                    let count = tile.rows * self.out[1];
+                    columns.resize(taps * count, 0.0);
+                    self.columns(image, tile, (0, count), columns);
+                    let output = &mut output[tile.first * self.out[1]..];
+                    multiply_add(
+                        [self.filters, count, taps],
+                        (output, [plane, 1]),
+                        (weight, [taps, 1]),
+                        (columns, [count, 1]),
+                    );
+                }
+            },
+        );
         output
     }
 
     fn x_backward(&self, weight: &[f32], grad: &[f32]) -> Vec<f32> {
-        let (taps, plane) = (self.taps(), self.plane());
+        let (taps, plane, together) = (self.taps(), self.plane(), self.together());
         let mut result = vec![0.0; self.images * self.image()];
-        let images =
-            grad.par_chunks_exact(self.filters * plane).zip(result.par_chunks_exact_mut(self.image()));
-        images.for_each_init(Vec::new, |columns: &mut Vec<f32>, (grad, image)| {
-            for tile in self.tiles() {
-                let count = tile.rows * self.out[1];
-                columns.clear();
-                columns.resize(taps * count, 0.0);
-                let grad = &grad[tile.first * self.out[1]..];
-                multiply_add(
-                    [taps, count, self.filters],
-                    (columns, [count, 1]),
-                    (weight, [1, taps]),
-                    (grad, [plane, 1]),
-                );
-                self.add_columns(columns, tile, image);
-            }
-        });
+        let images = grad
+            .par_chunks(self.filters * plane * together)
+            .zip(result.par_chunks_mut(self.image() * together));
+        images.for_each_init(
+            Default::default,
+            |(columns, wide): &mut (Vec<f32>, Vec<f32>), (grad, image)| {
+                let multiply = |columns: &mut Vec<f32>, count: usize, grad: &[f32], pitch: usize| {
+                    columns.clear();
+                    columns.resize(taps * count, 0.0);
+                    multiply_add(
+                        [taps, count, self.filters],
+                        (columns, [count, 1]),
+                        (weight, [1, taps]),
+                        (grad, [pitch, 1]),
+                    );
+                };
+                if together > 1 {
+                    self.side_by_side(grad, wide);
+                    let count = wide.len() / self.filters;
+                    multiply(columns, count, wide, count);
+                    for (at, image) in image.chunks_exact_mut(self.image()).enumerate() {
+                        self.add_columns(columns, self.whole(), (at * plane, count), image);
+                    }
+                    return;
+                }
+                for tile in self.tiles() {
+                    let count = tile.rows * self.out[1];
+                    multiply(columns, count, &grad[tile.first * self.out[1]..], plane);
+                    self.add_columns(columns, tile, (0, count), image);
+                }
+            },
+        );
         result
     }
 
     fn weight_backward(&self, x: &[f32], grad: &[f32]) -> Vec<f32> {
         let (taps, plane, filters) = (self.taps(), self.plane(), self.filters);
-        let group = GROUP.max(self.images.div_ceil(GROUPS_MAX));
+        let group = match taps * filters < SUM_LARGE {
+            true => GROUP.max(self.images.div_ceil(GROUPS_MAX)),
+            false => GROUP.max(self.images.div_ceil(PARTS_MIN)),
+        };
         let images = x.par_chunks(self.image() * group).zip(grad.par_chunks(filters * plane * group));
         // Sums with the filters side by side, so that the columns need no transpose.
         let parts: Vec<Vec<f32>> = images
-            .map_init(Vec::new, |columns, (x, grad)| {
+            .map_init(Default::default, |(columns, wide): &mut (Vec<f32>, Vec<f32>), (x, grad)| {
                 let mut sum = vec![0.0; taps * filters];
-                for (image, grad) in x.chunks_exact(self.image()).zip(grad.chunks_exact(filters * plane)) {
-                    for tile in self.tiles() {
-                        self.columns(image, tile, columns);
-                        let count = tile.rows * self.out[1];
-                        let grad = &grad[tile.first * self.out[1]..];
+                for (first, images) in self.parts(x.len() / self.image()) {
+                    let x = &x[first * self.image()..][..images * self.image()];
+                    let grad = &grad[first * filters * plane..][..images * filters * plane];
+                    let mut multiply = |count: usize, (grad, pitch): (&[f32], usize), columns: &[f32]| {
                         multiply_add(
                             [filters, taps, count],
                             (&mut sum, [1, filters]),
-                            (grad, [plane, 1]),
+                            (grad, [pitch, 1]),
                             (columns, [1, count]),
                         );
+                    };
+                    if images > 1 {
+                        self.columns_of(x, columns);
+                        self.side_by_side(grad, wide);
+                        let count = images * plane;
+                        multiply(count, (wide, count), columns);
+                        continue;
+                    }
+                    for tile in self.tiles() {
+                        let count = tile.rows * self.out[1];
+                        columns.resize(taps * count, 0.0);
+                        self.columns(x, tile, (0, count), columns);
+                        multiply(count, (&grad[tile.first * self.out[1]..], plane), columns);
                     }
                 }
                 sum
             })
             .collect();
-        let mut result = vec![0.0; filters * taps];
+        let mut parts = parts.into_iter();
+        let mut sum = parts.next().unwrap_or_else(|| vec![0.0; taps * filters]);
         for part in parts {
-            for (tap, sums) in part.chunks_exact(filters).enumerate() {
-                for (filter, sum) in sums.iter().enumerate() {
-                    result[filter * taps + tap] += sum;
-                }
+            for (sum, value) in sum.iter_mut().zip(part) {
+                *sum += value;
             }
         }
-        result
+        transposed(&sum, filters)
     }
 }
 

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::ShardKey;
 use super::backward::Step;
+use super::kernels::Kernels;
 use super::tensor::{dims, reshape};
 use crate::graph::Dropout;
 
@@ -41,11 +42,6 @@ fn planes(shape: &[usize]) -> [usize; 3] {
     [shape[0], shape[1], shape[2..].iter().product()]
 }
 
-/// Sums each channel of `[outer, channels, inner]`, along the contiguous axis first.
-fn channel_sums<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    B::float_sum_dim(B::float_sum_dim(tensor, 2), 0)
-}
-
 fn per_channel<B: Backend>(tensor: &FloatTensor<B>) -> FloatTensor<B> {
     let channels = dims::<B>(tensor).iter().product();
     reshape::<B>(tensor.clone(), &[1, channels, 1])
@@ -56,18 +52,14 @@ fn inverse_deviation<B: Backend>(variance: FloatTensor<B>, epsilon: f32) -> Floa
 }
 
 /// Normalises the first input by the statistics of its channels. The next two are scale and bias.
-pub(super) fn normalize<B: Backend>(inputs: &[FloatTensor<B>], epsilon: f32) -> Normalized<B> {
+pub(super) fn normalize<B: Kernels>(inputs: &[FloatTensor<B>], epsilon: f32) -> Normalized<B> {
     let shape = dims::<B>(&inputs[0]);
     let [outer, channels, inner] = planes(&shape);
     let values = reshape::<B>(inputs[0].clone(), &[outer, channels, inner]);
-    let share = 1.0 / (outer * inner) as f64;
-    let average = |tensor| B::float_mul_scalar(channel_sums::<B>(tensor), share.into());
-    let mean = average(values.clone());
-    let centred = B::float_sub(values, mean.clone());
-    let variance = average(B::float_mul(centred.clone(), centred.clone()));
+    let [mean, variance] = B::channel_moments(values.clone());
     let inverse = inverse_deviation::<B>(variance.clone(), epsilon);
     let factor = B::float_mul(per_channel::<B>(&inputs[1]), inverse.clone());
-    let output = B::float_add(B::float_mul(centred, factor), per_channel::<B>(&inputs[2]));
+    let output = B::normalized(values, [mean.clone(), factor, per_channel::<B>(&inputs[2])]);
     Normalized {
         output: reshape::<B>(output, &shape),
         kept: Kept::Normalized { mean: mean.clone(), inverse, is_own: true },
@@ -76,7 +68,7 @@ pub(super) fn normalize<B: Backend>(inputs: &[FloatTensor<B>], epsilon: f32) -> 
 }
 
 /// Normalises the first input by running statistics, the last two inputs.
-pub(super) fn by_running_statistics<B: Backend>(
+pub(super) fn by_running_statistics<B: Kernels>(
     inputs: &[FloatTensor<B>],
     epsilon: f32,
 ) -> (FloatTensor<B>, Kept<B>) {
@@ -85,13 +77,12 @@ pub(super) fn by_running_statistics<B: Backend>(
     let mean = per_channel::<B>(&inputs[3]);
     let inverse = inverse_deviation::<B>(per_channel::<B>(&inputs[4]), epsilon);
     let factor = B::float_mul(per_channel::<B>(&inputs[1]), inverse.clone());
-    let centred = B::float_sub(values, mean.clone());
-    let output = B::float_add(B::float_mul(centred, factor), per_channel::<B>(&inputs[2]));
+    let output = B::normalized(values, [mean.clone(), factor, per_channel::<B>(&inputs[2])]);
     (reshape::<B>(output, &shape), Kept::Normalized { mean, inverse, is_own: false })
 }
 
 /// The gradients of a normalisation's inputs. With own statistics, each value also moves these.
-pub(super) fn denormalize<B: Backend>(
+pub(super) fn denormalize<B: Kernels>(
     step: &Step<'_, B>,
     grad: FloatTensor<B>,
 ) -> Vec<Option<FloatTensor<B>>> {
@@ -100,21 +91,20 @@ pub(super) fn denormalize<B: Backend>(
     let [outer, channels, inner] = planes(&shape);
     let grad = reshape::<B>(grad, &[outer, channels, inner]);
     let values = reshape::<B>(step.inputs[0].clone(), &[outer, channels, inner]);
-    let normal = B::float_mul(B::float_sub(values, mean.clone()), inverse.clone());
-    let of_bias = channel_sums::<B>(grad.clone());
-    let of_scale = channel_sums::<B>(B::float_mul(grad.clone(), normal.clone()));
+    let by = [mean.clone(), inverse.clone()];
+    let [of_scale, of_bias] = B::normalized_sums(values.clone(), grad.clone(), by);
     let of_input = step.needs_gradient[0].then(|| {
         let factor = B::float_mul(per_channel::<B>(&step.inputs[1]), inverse.clone());
-        let grad = if *is_own {
+        let of_input = if *is_own {
             let share = |sum: &FloatTensor<B>| {
                 B::float_mul_scalar(sum.clone(), (1.0 / (outer * inner) as f64).into())
             };
-            let centred = B::float_sub(grad, share(&of_bias));
-            B::float_sub(centred, B::float_mul(normal, share(&of_scale)))
+            let by = [mean.clone(), inverse.clone(), share(&of_scale), share(&of_bias), factor];
+            B::normalized_backward(values, grad, by)
         } else {
-            grad
+            B::float_mul(grad, factor)
         };
-        reshape::<B>(B::float_mul(grad, factor), &shape)
+        reshape::<B>(of_input, &shape)
     });
     let flat = |tensor| Some(reshape::<B>(tensor, &[channels]));
     vec![of_input, flat(of_scale), flat(of_bias), None, None]

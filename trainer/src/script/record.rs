@@ -139,11 +139,15 @@ impl ScriptRecord {
     /// [`Error::Volume`]
     pub fn versions(&self, view: &View) -> Result<Vec<ScriptVersion>> {
         let folder = format!("runs/{}/{}", self.job, self.run);
-        let failed = |error| Error::volume(format!("list {}:/{folder}", view.spec()), error);
         let entries = match view.list(&folder) {
             Ok(entries) => entries,
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
-            Err(error) => return Err(failed(error)),
+            // Other runs are shown all the same.
+            Err(error @ millrace_datafs::Error::NotADirectory { .. }) => {
+                tracing::warn!(folder, %error, "the versions of a run cannot be read");
+                return Ok(Vec::new());
+            }
+            Err(error) => return Err(Error::volume(format!("list {}:/{folder}", view.spec()), error)),
         };
         let mut versions = Vec::new();
         for entry in entries {

@@ -34,6 +34,7 @@ use crate::state::RunState;
 use crate::strategy::{Backend, Strategy};
 use crate::teacher;
 use crate::validation::{self, Validator};
+use crate::worker::ModelDigests;
 
 /// How many workers a job has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -366,6 +367,8 @@ impl Checked {
         }
         let fields = InputColumns::fields(&job, engine.graph());
         let origin = Origin { run, former_run, offsets, facts, fields };
+        let teacher = teacher.map(|teacher| hex::encode(Sha256::digest(&teacher)));
+        let models = ModelDigests { model: model_sha256, teacher };
         Ok(Prepared {
             job,
             setup,
@@ -375,6 +378,7 @@ impl Checked {
             validation_plan,
             checkpoints,
             origin,
+            models,
             lease,
             resumed_from_step,
             finished,

@@ -26,7 +26,7 @@ use crate::publish::{self, Origin};
 use crate::replica;
 use crate::source::{self, Use};
 use crate::statistics;
-use crate::worker::{Assignment, VolumesSetup};
+use crate::worker::{Assignment, ModelDigests, VolumesSetup};
 
 /// A checked job that owns its checkpoints.
 pub(super) struct Prepared {
@@ -38,6 +38,7 @@ pub(super) struct Prepared {
     pub(super) validation_plan: Option<Arc<Plan>>,
     pub(super) checkpoints: Checkpoints,
     pub(super) origin: Origin,
+    pub(super) models: ModelDigests,
     pub(super) lease: Arc<Lease>,
     /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
     pub(super) resumed_from_step: Option<u64>,
@@ -70,6 +71,7 @@ impl Prepared {
             run: self.checkpoints.run.clone(),
             owner: self.checkpoints.owner.clone(),
             fence: self.lease.fence(),
+            models: self.models.clone(),
             plan,
             other_plans: plans.collect(),
             validation_plan: self.validation_plan.as_deref().cloned(),
