@@ -6,6 +6,7 @@ import builtins
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing import context
 from typing import Any
@@ -194,6 +195,7 @@ class FeedDataset(IterableDataset):
         self._owner = os.getpid()
         # The position of the loop's process that this object knows.
         self._version = self._progress.version
+        _datasets.add(self)
         # Whether a state was loaded in this worker, whose position that is then.
         self._is_placed = False
 
@@ -476,6 +478,7 @@ class FeedDataset(IterableDataset):
         self._moved()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._part()
         state = dict(self.__dict__)
         if context.get_spawning_popen() is not None:
             # The new process does not see what divides the batches here.
@@ -490,10 +493,23 @@ class FeedDataset(IterableDataset):
     def __setstate__(self, state: dict[str, Any]) -> None:
         place = state.pop("_copied_from", None)
         self.__dict__.update(state)
+        _datasets.add(self)
         if self._progress is None:
             self._progress, self._owner = Progress(), os.getpid()
         if place is not None:
             self.feed._set_place(place)
+
+
+# A loader calls nothing of its dataset in the loop's process before it forks workers.
+_datasets: weakref.WeakSet[FeedDataset] = weakref.WeakSet()
+
+
+def _part_all() -> None:
+    for dataset in list(_datasets):
+        dataset._part()
+
+
+os.register_at_fork(before=_part_all)
 
 
 def _after(feed: Feed, place: int, batches: int) -> int:
