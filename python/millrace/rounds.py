@@ -147,6 +147,11 @@ def _numbers(value: bytes | None) -> tuple[int, int]:
 
 def _refused(own: _Round, found: bytes | None, what: str) -> ConflictError:
     launch, number = _numbers(found)
+    if launch == own.launch and own.run.encode() not in (found or b""):
+        return ConflictError(
+            f"{what}: run {own.run:.12} of job {own.job} has the number of another run, as in a copy of its launcher's home; "
+            f"nothing was changed: remove the file trainer/{own.job}.launches of this home, and start the job again"
+        )
     later = f"a later run of job {own.job}" if launch > own.launch else f"round {number} of job {own.job}"
     return ConflictError(
         f"{what}: {later} has begun, and this process belongs to round {own.number} of run {own.run:.12}, whose launcher "

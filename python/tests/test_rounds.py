@@ -103,6 +103,12 @@ class RoundsTest(HomeCase):
         native = millrace.Volume(volume, home=self.home)._native
         self.assertEqual(native.keys("script-round/"), [(f"script-round/{job}", b"5 1 " + THIRD.encode())])
 
+    def test_a_run_of_a_copied_home_is_told_what_to_do(self) -> None:
+        self.process(FIRST, 1, "c" * 32, 4)
+        copy = self.process(SECOND, 1, "c" * 32, 4)
+        told = self.write(copy, "/copied", "copy")
+        self.assertRegex(told, "^ConflictError .*number of another run.* remove the file trainer/j.launches")
+
     def test_a_model_is_published_by_no_process_whose_round_ends_meanwhile(self) -> None:
         millrace.Volume("models", create=True, home=self.home)
         key, value = f"script-round/{'b' * 32}", "1 1 " + FIRST

@@ -304,23 +304,12 @@ impl Checkpoints {
     }
 
     fn load(&self, kept: &CheckpointEntry, layout: &ParamLayout) -> Result<RunState, Unread> {
-        use millrace_datafs::Error as E;
         let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
         let place = self.location(&path);
         let damaged = |reason: String| Err(Unread::Damaged(format!("{place}: {reason}")));
         let bytes = match self.view.read_file_up_to(&path, RunState::bytes_max(layout)) {
             Ok(bytes) => bytes,
-            // Also what another program has put in its place: a folder, a link that leads nowhere, a larger file.
-            Err(
-                error @ (E::Corrupt { .. }
-                | E::NotFound { .. }
-                | E::IsADirectory { .. }
-                | E::NotADirectory { .. }
-                | E::Loop { .. }
-                | E::TooLarge { .. }),
-            ) => return damaged(error.to_string()),
-            // The object is missing or damaged.
-            Err(error @ E::Object(_)) if !error.is_store_trouble() => return damaged(error.to_string()),
+            Err(error) if is_damage(&error) => return damaged(error.to_string()),
             Err(error) => {
                 return Err(Unread::Failed(Error::volume(format!("read checkpoint {place}"), error)));
             }
@@ -715,6 +704,23 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     writer.finish().map_err(fail)
 }
 
+/// Whether a file is missing or damaged, also by another program that has put a folder, a link that leads nowhere or a larger
+/// file in its place. Other errors may pass.
+fn is_damage(error: &millrace_datafs::Error) -> bool {
+    use millrace_datafs::Error as E;
+    match error {
+        E::Corrupt { .. }
+        | E::NotFound { .. }
+        | E::IsADirectory { .. }
+        | E::NotADirectory { .. }
+        | E::Loop { .. }
+        | E::TooLarge { .. } => true,
+        // The object is missing or damaged.
+        E::Object(_) => !error.is_store_trouble(),
+        _ => false,
+    }
+}
+
 /// Largest job file of a run, which has more characters than the one of the user.
 pub(crate) const JOB_RECORD_BYTES_MAX: u64 = 8 << 20;
 
@@ -724,7 +730,7 @@ pub(crate) fn job_of_run(view: &View, job: &str, run: &str) -> Result<Option<Job
     match view.read_file_up_to(&path, JOB_RECORD_BYTES_MAX) {
         Ok(text) => Ok(serde_json::from_slice(&text).ok()),
         Err(error) if error.is_not_found() => Ok(None),
-        Err(error @ millrace_datafs::Error::TooLarge { .. }) => {
+        Err(error) if is_damage(&error) => {
             tracing::warn!(path, %error, "the job of a run cannot be read");
             Ok(None)
         }

@@ -1,6 +1,7 @@
 //! Open datasets: the store behind a specification, and a cache of descriptions in the metadata and the home.
 
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use millrace_datafs::{Datafs, Publish, SnapshotId, View, VolumeSpec};
 use object_store::ObjectStore;
@@ -26,6 +27,8 @@ pub struct OpenDataset {
     /// The topic, whose list of files has to be found before a plan.
     topic: Option<Arc<OpenTopic>>,
     identity: String,
+    /// Number and time of creation of the snapshot; none of a live volume or a topic.
+    made: Option<String>,
     store: Arc<dyn ObjectStore>,
     cache: Option<Arc<dyn DatasetCache>>,
     /// The view of a snapshot; none of a live volume or a topic, whose content changes.
@@ -69,7 +72,7 @@ impl DatasetSpec {
             // The newest snapshot may be another one soon.
             spec.source = view.spec().clone();
             let store = view.object_store();
-            let identity = identity(&datafs, &spec.source)?;
+            let (identity, made) = identity(&datafs, &spec.source)?;
             if spec.source.snapshot.is_none() {
                 let store = Arc::new(PinnedStore::new(store));
                 return Ok(OpenDataset::of_volume(spec, identity, store));
@@ -85,6 +88,7 @@ impl DatasetSpec {
                 None => store,
             };
             Ok(OpenDataset {
+                made,
                 cache: Some(Arc::new(cache)),
                 snapshot: Some(view),
                 ..OpenDataset::of_volume(spec, identity, store)
@@ -100,7 +104,17 @@ impl OpenDataset {
     fn of_volume(spec: DatasetSpec, identity: String, store: Arc<dyn ObjectStore>) -> Self {
         let files = (spec.path.clone(), spec.format);
         let spec = spec.into();
-        Self { spec, files, topic: None, identity, store, cache: None, snapshot: None, shared: None }
+        Self {
+            spec,
+            files,
+            topic: None,
+            identity,
+            made: None,
+            store,
+            cache: None,
+            snapshot: None,
+            shared: None,
+        }
     }
 
     pub(crate) fn of_topic(open: OpenTopic) -> Self {
@@ -109,6 +123,7 @@ impl OpenDataset {
             spec: SourceSpec::Topic(open.spec().clone()),
             files: (format!("/{}", open.spec().topic), Some(FileFormat::JsonLines)),
             identity: open.identity(),
+            made: None,
             store: open.store(),
             cache: open.cache().cloned(),
             topic: Some(open),
@@ -155,8 +170,8 @@ impl OpenDataset {
     }
 
     /// What tells the content from that of another dataset with the same [`OpenDataset::identity`], sizes and numbers of rows:
-    /// of a snapshot also when its volume was deleted and made again, of a live volume when a file was replaced. None if the
-    /// metadata does not give the identity of a snapshot.
+    /// of a snapshot also when its volume was deleted and made again, of a live volume when a file was written again. A home
+    /// that was moved or restored gives the same. None of a snapshot that was deleted meanwhile.
     ///
     /// # Errors
     /// Those of listing the files of a live volume.
@@ -164,12 +179,11 @@ impl OpenDataset {
         if self.topic.is_some() {
             return Ok(Some(self.identity.clone()));
         }
-        let Some(view) = self.snapshot.clone() else {
-            let listing = Listing::read(&self.store, &self.files.0, self.files.1).await?;
-            return Ok(Some(listing.digest()));
-        };
-        let found = tokio::task::spawn_blocking(move || view.snapshot_id()).await;
-        Ok(found.ok().and_then(Result::ok).flatten().map(|id| hex::encode(id.as_bytes())))
+        if self.snapshot.is_some() {
+            return Ok(self.made.clone());
+        }
+        let listing = Listing::read(&self.store, &self.files.0, self.files.1).await?;
+        Ok(Some(listing.digest()))
     }
 
     /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`], and `options.format` by the
@@ -199,14 +213,19 @@ impl OpenDataset {
     }
 }
 
-fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<String> {
+/// The source of plans, and number and time of creation of the snapshot.
+fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<(String, Option<String>)> {
     let Some(name) = &source.snapshot else {
-        return Ok(source.to_string());
+        return Ok((source.to_string(), None));
     };
     let snapshots = datafs.snapshot_list(&source.volume)?;
-    let number = snapshots.iter().find(|s| s.name == *name).map(|s| s.id);
+    let found = snapshots.iter().find(|s| s.name == *name);
+    let made = found.map(|s| {
+        let time = s.created_at.duration_since(UNIX_EPOCH).unwrap_or_default();
+        format!("{} {}", s.id, time.as_nanos())
+    });
     // 0 when the snapshot was deleted since the view was opened: reads will fail then.
-    Ok(format!("{source}#{}", number.unwrap_or(0)))
+    Ok((format!("{source}#{}", found.map_or(0, |s| s.id)), made))
 }
 
 /// Removes the descriptions that earlier releases kept in the live volume.

@@ -257,7 +257,7 @@ pub enum FeedError {
     },
     /// A dataset that was made again under its name, with other files of the same sizes and numbers of rows.
     #[error(
-        "dataset {dataset} was replaced since the feed was opened: its files are others; open the feed anew"
+        "dataset {dataset} was replaced since the feed was opened, or a file of it was written again; open the feed anew"
     )]
     OtherContent {
         /// The dataset.

@@ -1,6 +1,8 @@
 //! The launches of a job in a home, in their order: processes of an earlier one may still run on machines that its
 //! coordinator has lost, and are told from those of the newest one.
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use millrace_leaf::{atomic_file, bounded_file, random};
@@ -32,13 +34,18 @@ impl Launch {
     pub(super) fn next(home: &Path, job: &str) -> Result<Launch> {
         let path = home.join("trainer").join(format!("{job}.launches"));
         let failed = |error| Error::io(format!("write {}", path.display()), error);
-        let last = bounded_file::read_text(&path, FILE_BYTES_MAX).ok();
-        let last = last.and_then(|text| Launch::parse(text.trim()));
+        let last = match bounded_file::read(&path, FILE_BYTES_MAX) {
+            Ok(bytes) => Launch::parse(String::from_utf8_lossy(&bytes).trim()),
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::FileTooLarge) => None,
+            // Another id would let the processes of earlier launches in.
+            Err(error) => return Err(Error::io(format!("read {}", path.display()), error)),
+        };
         let next = match last.and_then(|last| Some((last.job, last.number.checked_add(1)?))) {
             Some((job, number)) => Launch { job, number },
             None => Launch { job: hex::encode(random::bytes::<16>().map_err(failed)?), number: 1 },
         };
         atomic_file::replace(&path, &path.with_extension("launches.new"), next.value().as_bytes())
+            .and_then(|()| File::open(home.join("trainer"))?.sync_all())
             .map_err(failed)?;
         Ok(next)
     }

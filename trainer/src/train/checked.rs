@@ -329,17 +329,19 @@ impl Checked {
         };
         // A standby may have waited for long.
         let output = Output::new(checkpoints.view.clone());
-        if let Some(left) = output.write(|view| last_run::open(view, job.name.as_str()))?
-            && left.trained
-            && left.run != run
-        {
-            tracing::warn!(
+        match output.write(|view| last_run::open(view, job.name.as_str())) {
+            Ok(Some(left)) if left.trained && left.run != run => tracing::warn!(
                 job = %job.name,
                 dataset = %left.job.dataset,
                 run = left.run.get(..12),
                 "an earlier run was trained to its end, and its model was not published; to publish it, train once more with its \
                  dataset"
-            );
+            ),
+            Ok(_) => {}
+            // Only a warning depends on it.
+            Err(error) => {
+                tracing::warn!(job = %job.name, error = error.one_line(), "cannot look at the last run")
+            }
         }
         output.write(|view| checkpoints.through(view).begin(&model, teacher.as_deref(), &text, is_same))?;
         checkpoints = checkpoints.through(&output.view());
