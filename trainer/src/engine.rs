@@ -20,6 +20,7 @@
 mod backward;
 mod buckets;
 mod channels;
+mod convolution;
 mod device;
 mod device_loss;
 mod export;
@@ -27,6 +28,7 @@ mod forward;
 mod host_copy;
 mod kernels;
 mod loss;
+mod matrices;
 mod objective;
 mod order;
 mod outputs;

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::kernels::multiply;
+use super::matrices::multiply;
 use crate::graph::{Dim, Graph, Node, Op, ValueId};
 
 /// Fewest elements of a matrix whose gradient leaves as factors; a smaller one fits the first-level cache.
